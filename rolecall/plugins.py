@@ -4,7 +4,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ from rolecall.errors import ConfigError
 from rolecall.settings import PluginSection
 
 
-def load_function(target: str, field: str, search_path: Path | None = None) -> Callable[..., Any]:
-    """The function that `target` names; `search_path` is added to the end of this process's import path. ConfigError
-    names `field` when there is none; what a module raises while it is imported passes through.
+def load_function(
+    target: str, field: str, search_path: Path | None = None, *, first: str, options: Iterable[str] = ()
+) -> Callable[..., Any]:
+    """The function that `target` names, which is called with `first` and with `options` as keywords; `search_path` is
+    added to the end of this process's import path. ConfigError names `field` when there is none, none that takes them,
+    or none that returns its answer; what a module raises while it is imported passes through.
     """
     module_name, _, function_name = target.partition(":")
     if search_path is not None and str(search_path) not in sys.path:
@@ -28,37 +31,55 @@ def load_function(target: str, field: str, search_path: Path | None = None) -> C
         raise ConfigError(
             f"{field} {target!r}: there is no module {error.name!r}{where}; correct the name or its folder"
         ) from error
+    except SystemExit as error:
+        raise ConfigError(
+            f"{field} {target!r}: the module {module_name!r} calls sys.exit({error.code!r}) when it is imported; keep "
+            "that under if __name__ == '__main__'"
+        ) from error
     function = vars(module).get(function_name)
     if not callable(function):
         raise ConfigError(
             f"{field} {target!r}: the module {module_name!r} has no function {function_name!r}; correct it"
         )
+    _check_call(function, f"{field} {target!r}", first, sorted(options))
     return function  # type: ignore[no-any-return]
+
+
+def _check_call(function: Callable[..., Any], named: str, first: str, options: list[str]) -> None:
+    """ConfigError unless a call with `first` and the keywords `options` returns an answer, as far as can be seen."""
+    for is_kind, kind in (
+        (inspect.iscoroutinefunction, "async"),
+        (inspect.isasyncgenfunction, "an async generator"),
+        (inspect.isgeneratorfunction, "a generator"),
+    ):
+        if is_kind(function) or is_kind(type(function).__call__):
+            raise ConfigError(
+                f"{named} is {kind}, and nobody awaits or iterates it; return the answer from a plain def"
+            )
+    try:
+        inspect.signature(function).bind(None, **dict.fromkeys(options))
+    except ValueError:  # a built-in that does not tell its signature
+        return
+    except TypeError as error:
+        given = f"{first} and the options {options}" if options else first
+        raise ConfigError(f"{named} cannot be called with {given}: {error}; correct it") from error
 
 
 def load_plugin(section: PluginSection, field: str, first: str = "a batch") -> Callable[..., Any]:
     """The function of `section`, which is called with `first` and the section's options. ConfigError names `field` when
     there is none, or none that takes them.
     """
-    function = load_function(section.name, field, section.folder)
-    try:
-        inspect.signature(function).bind(None, **section.options)
-    except TypeError as error:
-        raise ConfigError(
-            f"{field} {section.name!r} cannot be called with {first} and the options {sorted(section.options)}: "
-            f"{error}; correct one of them"
-        ) from error
-    return function
+    return load_function(section.name, field, section.folder, first=first, options=section.options)
 
 
 def main() -> int:
-    """`python -m rolecall.plugins FIELD TARGET`: imports what TARGET names from the folder where it runs; 0 when it is
-    there, else the last line says why.
+    """`python -m rolecall.plugins FIELD TARGET FIRST [OPTION ...]`: imports what TARGET names from the folder where it
+    runs; 0 when it is there and takes FIRST and the options, else the last line says why.
     """
-    field, target = sys.argv[1:]
+    field, target, first, *options = sys.argv[1:]
     sys.path.insert(0, os.getcwd())
     try:
-        load_function(target, field, Path.cwd())
+        load_function(target, field, Path.cwd(), first=first, options=options)
     except ConfigError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1

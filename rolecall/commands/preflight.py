@@ -11,7 +11,7 @@ import asyncio
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,20 +105,24 @@ def _functions(settings: RunSettings) -> Iterator[Iterator[str]]:
             if isinstance(scorer, FunctionScorer) and scorer.target is not None:
                 section = settings.reward
                 environment = scorer_environment(section.environment, role_environment(section))
-                yield _function(f"{setting}.target", scorer.target, section.search_path, environment)
+                call = (f"{setting}.target", scorer.target, scorer.takes)
+                yield _function(call, section.search_path, environment)
             if scorer.kind == "math":
                 yield _math(setting)
     loss = settings.algorithm.policy_loss
     if isinstance(loss, CustomLoss) and settings.actor.address is None:
         # its GPUs, too: a module of kernels may ask for one
         environment = child_environment(role_environment(settings.actor))
-        yield _function("algorithm.policy_loss.function", loss.name, loss.folder, environment)
+        call = ("algorithm.policy_loss.function", loss.name, "a batch", *loss.options)
+        yield _function(call, loss.folder, environment)
 
 
-def _function(setting: str, target: str, folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
+def _function(call: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
+    """`call`: the setting, what it names, what that is called with and its options, as `rolecall.plugins` takes them."""
+    setting, target = call[:2]
     if not folder.is_dir():
         raise ConfigError(f"{setting} {target!r}: its folder {folder} is none; correct it")
-    command = [sys.executable, "-P", "-m", "rolecall.plugins", setting, target]
+    command = [sys.executable, "-P", "-m", "rolecall.plugins", *call]
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False

@@ -131,6 +131,19 @@ class FunctionScorer(Section):
         """Whether it is called with a list of items."""
         return self.scope != "item"
 
+    @property
+    def takes(self) -> str:
+        """What it is called with, for people."""
+        return "a list of items" if self.takes_many else "an item"
+
+    @model_validator(mode="after")
+    def _range_and_components_are_some(self) -> Self:
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min:g} exceeds max {self.max:g}, so that no value is inside; correct them")
+        if len(set(self.components)) < len(self.components) or "" in self.components:
+            raise ValueError(f"components {list(self.components)}: each needs a name of its own; correct them")
+        return self
+
     @model_validator(mode="after")
     def _function_is_named(self) -> Self:
         if (self.target is None) != (self.kind == "environment"):

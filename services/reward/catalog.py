@@ -90,7 +90,7 @@ def bind_many(scorer: LocalScorer, spec: reward_pb2.DescribeResponse) -> ScoreMa
     ConfigError as `bind`.
     """
     if isinstance(scorer, FunctionScorer) and scorer.target is not None and scorer.takes_many:
-        of_many = load_function(scorer.target, "the scorer's target")
+        of_many = load_function(scorer.target, "the scorer's target", first=scorer.takes)
         return lambda items: evaluate_many(of_many, items, spec)
     function = bind(scorer)
     return lambda items: [evaluate(function, item, spec) for item in items]
@@ -157,7 +157,9 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
         case LengthScorer():
             return lambda item: length_cost(item.num_response_tokens, scorer.max_tokens)
         case FunctionScorer():
-            return _given if scorer.target is None else load_function(scorer.target, "the scorer's target")
+            if scorer.target is None:
+                return _given
+            return load_function(scorer.target, "the scorer's target", first=scorer.takes)
         case CodeScorer():
             judge = CodeJudge(scorer, sandbox_of(scorer))
             return lambda item: _code_score(judge, item, scorer.tests)

@@ -95,9 +95,9 @@ def test_a_function_or_module_that_does_not_exist_is_named_with_its_field(folder
     ):
         estimate(CustomAdvantage(function=f"{folder}/absent_module:f"), outcomes([0], [1]))
     with pytest.raises(ConfigError, match="has no function 'g'"):
-        load_function("math:g", "field")
+        load_function("math:g", "field", first="a batch")
     with pytest.raises(ModuleNotFoundError, match="nothing_of_the_kind"):
-        load_function("mine_for_a_test:f", "field", folder)
+        load_function("mine_for_a_test:f", "field", folder, first="a batch")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Functions of users: what could never be called, or never answer, is named before anything is called."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from rolecall.commands.check import find_problems
+from rolecall.plugins import load_function
+from rolecall.settings import FunctionScorer, load_settings
+from tests.twins.launched import write_light_config
+
+NEVER_ANSWER = {
+    "async def score(item):\n    return 1.0": "is async, and nobody awaits or iterates it; return the answer",
+    "def score(item):\n    yield 1.0": "is a generator, and nobody awaits",
+    "async def score(item):\n    yield 1.0": "is an async generator, and nobody awaits",
+    "class S:\n    async def __call__(self, item):\n        return 1.0\nscore = S()": "is async, and nobody awaits",
+    "def score():\n    return 1.0": "cannot be called with an item: too many positional arguments; correct it",
+    "def score(item, truth):\n    return 1.0": "cannot be called with an item: missing a required argument: 'truth'",
+    "import sys\nsys.exit()": "calls sys.exit(None) when it is imported; keep that under if __name__",
+    "import sys\nsys.exit('no')": "calls sys.exit('no') when it is imported; keep that under if __name__",
+}
+
+
+@pytest.mark.parametrize("source", NEVER_ANSWER)
+def test_a_scorer_that_would_never_answer_is_named_before_the_run(tmp_path: Path, source: str) -> None:
+    config = write_light_config(tmp_path, target="mine:score")
+    (tmp_path / "mine.py").write_text(source)
+    (problem,) = find_problems(load_settings(config), io.StringIO())
+    assert problem.startswith("reward.components.correct.scorer.target 'mine:score'")
+    assert NEVER_ANSWER[source] in problem
+
+
+@pytest.mark.parametrize("target", ["operator:truth", "builtins:bool"])
+def test_a_callable_that_takes_one_thing_or_does_not_tell_passes(target: str) -> None:
+    assert load_function(target, "field", first="an item")([1]) is True
+
+
+def test_a_function_of_many_is_told_that_it_gets_a_list(tmp_path: Path) -> None:
+    config = write_light_config(tmp_path, target="mine:score")
+    (tmp_path / "mine.py").write_text("def score(items, group):\n    return [1.0 for _ in items]")
+    (problem,) = find_problems(load_settings(config, ["reward.components.correct.scorer.scope=group"]), io.StringIO())
+    assert "cannot be called with a list of items: missing a required argument: 'group'" in problem
+
+
+def test_the_options_of_a_loss_are_held_against_it_before_the_run(tmp_path: Path) -> None:
+    config = write_light_config(tmp_path)
+    (tmp_path / "mine.py").write_text("def loss(batch, *, scale):\n    raise AssertionError('not called')")
+    loss = "algorithm.policy_loss={{kind: custom, function: 'mine:loss', columns: [], options: {{{}: 2}}}}"
+    local = ["actor.address=null", "rollout.num_replicas=1"]
+    assert find_problems(load_settings(config, [loss.format("scale"), *local]), io.StringIO()) == []
+    (problem,) = find_problems(load_settings(config, [loss.format("size"), *local]), io.StringIO())
+    assert "cannot be called with a batch and the options ['size']: missing a required argument: 'scale'" in problem
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"min": 2.0, "max": 1.0}, "min 2 exceeds max 1, so that no value is inside"),
+        ({"components": ("a", "a")}, "each needs a name of its own"),
+    ],
+)
+def test_a_description_that_no_score_fits_is_refused(fields: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        FunctionScorer.model_validate({"target": "mine:score", **fields})
