@@ -93,7 +93,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Score:
-    """A score: finite numbers only."""
+    """A score: finite numbers only. A bool, Python's or numpy's, is 0 or 1."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
@@ -404,7 +404,7 @@ def _outside(what: str, value: float, spec: reward_pb2.ComponentSpec) -> str | N
 
 
 def _number(value: object) -> float:
-    if not isinstance(value, Real):
+    if not isinstance(value, Real | np.bool_):
         raise ScorerError(f"the scorer returned {type(value).__name__}; return a number or a rolecall.reward.Score")
     return float(value)
 
