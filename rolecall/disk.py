@@ -3,12 +3,13 @@
 import errno
 import fcntl
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rolecall.errors import DiskFullError, RoleCallError, UnavailableError
+from rolecall.errors import ConfigError, DiskFullError, RoleCallError, UnavailableError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No space, no quota, no larger file allowed."""
@@ -30,6 +31,21 @@ def writing(what: str, path: Path) -> Iterator[None]:
                 f"no space to {what} {path} ({error.strerror}); free some, or keep fewer checkpoints"
             ) from error
         raise RoleCallError(f"cannot {what} {path} ({error.strerror or error}); make it writable") from error
+
+
+def require_writable(folder: Path, setting: str) -> None:
+    """ConfigError, naming `setting`, when `folder` could not be made or files not be written there."""
+    parent = folder
+    try:
+        while not parent.exists():
+            parent = parent.parent
+        with tempfile.TemporaryFile(dir=parent) as probe:
+            probe.write(bytes(4096))
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} {folder} cannot be written: {error.strerror} in {parent}; make room or it writable, or name "
+            f"another {setting}"
+        ) from error
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -65,9 +65,13 @@ class Storage(Protocol):
 
 def open_storage(url: str) -> Storage:
     """The folder at `url`, which need not exist. ConfigError when no library here knows that kind of URL."""
-    if _is_disk(url):
-        return DiskStorage(Path(url.removeprefix("file://")))
-    return RemoteStorage(url)
+    folder = disk_folder(url)
+    return RemoteStorage(url) if folder is None else DiskStorage(folder)
+
+
+def disk_folder(url: str) -> Path | None:
+    """The folder that `url` names where it is on a disk; else None."""
+    return Path(url.removeprefix("file://")) if _is_disk(url) else None
 
 
 def require_inside(url: str, folder: str, field: str) -> None:

@@ -9,7 +9,6 @@ something. Estimates say that they are.
 import io
 import math
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -41,7 +40,7 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.data.vllm_files import check_engine_arguments
 from rolecall.environment.checks import explain_environment
 from rolecall.errors import ConfigError, RoleCallError
-from rolecall.launcher.plan import holds_a_run
+from rolecall.launcher.plan import holds_a_run, require_folders
 from rolecall.settings import (
     CriticSection,
     CustomAdvantage,
@@ -113,6 +112,7 @@ def _collect(lines: Iterator[str], out: TextIO, problems: list[str]) -> None:
 
 
 def _run(settings: RunSettings) -> Iterator[str]:
+    require_folders(settings.run)
     directory = settings.run.dir
     used = directory.is_dir() and any(directory.iterdir())
     state = (
@@ -129,15 +129,6 @@ def _run(settings: RunSettings) -> Iterator[str]:
     if settings.run.deterministic:
         how = "by batch-invariant kernels" if settings.rollout.devices else "one at a time, some ten times slower"
         yield f"deterministic: rollouts compute responses {how}; the same machine gives the same weights again"
-    parent = next(folder for folder in [directory, *directory.parents] if folder.exists())
-    try:
-        with tempfile.TemporaryFile(dir=parent) as probe:
-            probe.write(bytes(4096))
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir {directory} cannot be written: {error.strerror} in {parent}; make room or it writable, or "
-            "name another run.dir"
-        ) from error
 
 
 def _data(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[Iterator[str]]:

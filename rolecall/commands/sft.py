@@ -22,7 +22,13 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.identity import settle
 from rolecall.launcher.last_words import describe_failure, final_line
-from rolecall.launcher.plan import prepare_run_dir, ranks_command, role_environment, write_config
+from rolecall.launcher.plan import (
+    prepare_run_dir,
+    ranks_command,
+    require_folders,
+    role_environment,
+    write_config,
+)
 from rolecall.launcher.processes import STARTED, STOP_TIMEOUT_S, Worker
 from rolecall.lifeline import tied
 from rolecall.settings import SftSettings, child_environment
@@ -36,6 +42,7 @@ NUM_TRIED = 100
 def require(settings: SftSettings) -> None:
     """ConfigError names what is wrong with the model or the data, before anything is started."""
     path, actor = settings.model.path, settings.actor
+    require_folders(settings.run)
     for _ in require_trackers(settings.trackers):
         pass
     read_model(path)

@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 
 import yaml
 
+from rolecall.checkpoint.storage import disk_folder
 from rolecall.config_file import read_tree
-from rolecall.disk import writing
+from rolecall.disk import require_writable, writing
 from rolecall.errors import ConfigError, NotFoundError, RunExistsError, RunLockedError
 from rolecall.launcher.processes import Worker
 from rolecall.rpc.tokens import FOLDER
-from rolecall.settings import AddressSection, RunSettings, ServiceSection, SftSettings, TrainerSection
+from rolecall.settings import AddressSection, JobSection, RunSettings, ServiceSection, SftSettings, TrainerSection
 from rolecall.shifts import FOLDER as SHIFTS
 from rolecall.store.embedded import discard_store
 from rolecall.store.users import ROLES as STORE_ROLES
@@ -60,6 +61,14 @@ _OF_AN_ATTEMPT = (
 """Files of one attempt, beside the store and the logs, which go on."""
 
 _Service = TypeVar("_Service", bound=AddressSection)
+
+
+def require_folders(run: JobSection) -> None:
+    """ConfigError when run.dir, or a folder of checkpoints elsewhere, could not be written."""
+    require_writable(run.dir, "run.dir")
+    folder = disk_folder(run.checkpoints)
+    if run.checkpoint_url is not None and folder is not None:
+        require_writable(folder, "run.checkpoint_url")
 
 
 def prepare_run_dir(settings: RunSettings | SftSettings, *, resume: bool) -> int:

@@ -1,11 +1,12 @@
 """The parts that all sections are made of: the frozen base, and types of fields that several of them use."""
 
+import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rolecall.address import check_address, endpoints_of, is_unix
 from rolecall.errors import ConfigError
@@ -15,10 +16,24 @@ NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
 UnitFloat: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 
 
+MAX_NAME_BYTES = 255
+"""Bytes in the name of a file or folder, as Linux has it."""
+
+
 def absolute(value: object, info: Any) -> object:
-    """The path `value`, taken from the configuration file's folder where that is known."""
+    """The path `value`, taken from the configuration file's folder where that is known. ValueError when it is none."""
     base = (info.context or {}).get("base")
-    return Path(base) / Path(str(value)).expanduser() if base is not None and value is not None else value
+    if base is None or value is None:
+        return value
+    if not isinstance(value, str | Path):
+        raise ValueError(f"{value!r} is no path; write one, in quotes where YAML reads something else")
+    path = Path(base) / Path(value).expanduser()
+    longest = max(len(os.fsencode(name)) for name in path.parts)
+    if longest > MAX_NAME_BYTES:
+        raise ValueError(
+            f"a name of {longest} bytes stands in the path, and a file system takes {MAX_NAME_BYTES}; shorten it"
+        )
+    return path
 
 
 ConfigPath: TypeAlias = Annotated[Path, BeforeValidator(absolute)]
@@ -113,11 +128,36 @@ PortRange: TypeAlias = Annotated[str, AfterValidator(_port_range)]
 """`first-last`, both included."""
 
 
+def _has_truth(value: object) -> bool:
+    """Whether a true or false is in `value`, at any depth."""
+    if isinstance(value, dict | list | tuple):
+        return any(map(_has_truth, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, bool)
+
+
+def _types_in(annotation: Any) -> list[Any]:
+    """`annotation` and all that it is made of."""
+    return [annotation, *(each for part in get_args(annotation) for each in _types_in(part))]
+
+
 class Section(BaseModel):
-    """Common to all sections: frozen, unknown keys and numbers that are not finite forbidden."""
+    """Common to all sections: frozen, unknown keys, numbers that are not finite and truth for numbers forbidden."""
 
     # deferred: a section is built as part of those that hold it, and every process of a run pays for each time
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, defer_build=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, tree: Any) -> Any:
+        for name, value in tree.items() if isinstance(tree, dict) else ():
+            if name not in cls.model_fields or not _has_truth(value):
+                continue
+            types = _types_in(cls.model_fields[name].annotation)
+            are_sections = (isinstance(each, type) and issubclass(each, BaseModel) for each in types)
+            takes_truth = bool in types or Any in types or any(are_sections)
+            if not takes_truth and (int in types or float in types):
+                raise ValueError(f"{name}: true and false are no numbers; write a number")
+        return tree
 
 
 Roots: TypeAlias = Annotated[Literal["system"] | ConfigPath, Field(union_mode="left_to_right")]

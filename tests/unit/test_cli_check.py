@@ -214,13 +214,20 @@ def test_the_rows_of_held_out_sets_are_read_too(config: Path) -> None:
     assert "held.jsonl, line 1, field 'ground_truth': missing, and reward.components.correct compares with it" in text
 
 
-def test_a_run_directory_that_cannot_be_written_is_named(config: Path) -> None:
-    code, text = findings(load_settings(config, ["run.dir=/proc/run"]))
+@pytest.mark.parametrize(
+    ("setting", "folder", "why"),
+    [
+        ("run.dir", "/proc/run", "No such file or directory in /proc"),
+        ("run.checkpoint_url", "{}/light.yaml", "Not a directory in {}/light.yaml"),
+        ("run.checkpoint_url", "file://{}/light.yaml/below", "Not a directory in {}/light.yaml"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_named(config: Path, setting: str, folder: str, why: str) -> None:
+    code, text = findings(load_settings(config, [f"{setting}={folder.format(config.parent)}"]))
     assert code == 2
-    assert (
-        "run.dir /proc/run cannot be written: No such file or directory in /proc; make room or it writable, or "
-        "name another run.dir" in text
-    )
+    told = f"{setting} {folder.removeprefix('file://')} cannot be written: {why}".format(*[config.parent] * 2)
+    assert told in text
+    assert f"make room or it writable, or name another {setting}" in text
 
 
 @pytest.mark.parametrize(

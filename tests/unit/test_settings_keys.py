@@ -1,6 +1,12 @@
-"""How many keys a run's file has, and that each says what it means."""
+"""How many keys a run's file has, that each says what it means, and that values of another kind are refused by name."""
 
-from rolecall.settings import RunSettings
+from pathlib import Path
+
+import pytest
+
+from rolecall.errors import ConfigError
+from rolecall.settings import RunSettings, load_settings
+from tests.twins.launched import write_light_config
 from tools.settings_keys import leaves
 
 MAX_KEYS = 315
@@ -21,3 +27,28 @@ def test_the_keys_are_few() -> None:
 
 def test_every_key_is_documented() -> None:
     assert not [path for path, docstring in leaves(RunSettings) if not docstring]
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("algorithm.groups_per_batch=true", "algorithm: groups_per_batch: true and false are no numbers; write a"),
+        ("sampling.temperature=false", "sampling: temperature: true and false are no numbers; write a number"),
+        ("actor.devices=[true]", "actor: devices: true and false are no numbers; write a number"),
+        ("run.dir=true", "run.dir: True is no path; write one, in quotes where YAML reads something else"),
+        ("run.dir=7", "run.dir: 7 is no path; write one, in quotes where YAML reads something else"),
+        ("run.checkpoint_url=true", "run.checkpoint_url: True is no path; write one"),
+        ("run.dir=" + "a" * 256, "run.dir: a name of 256 bytes stands in the path, and a file system takes 255; short"),
+        ("data.train=new/" + "ä" * 128 + "/x", "data.train: a name of 256 bytes stands in the path"),
+        ("run.checkpoint_url=" + "a" * 256, "run.checkpoint_url: a name of 256 bytes stands in the path"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_name(tmp_path: Path, override: str, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_settings(write_light_config(tmp_path), [override])
+    assert told in refused.value.message
+
+
+def test_where_a_truth_is_wanted_it_is_taken(tmp_path: Path) -> None:
+    overrides = ["data.shuffle=false", "run.deterministic=true", "actor.parallel.keep_gathered=true"]
+    load_settings(write_light_config(tmp_path), overrides)
