@@ -202,16 +202,20 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     yield f"EOS ids: {', '.join(map(str, eos_token_ids(path)))}" + (
         f"; also stops at {', '.join(map(str, also))}" if also else ""
     )
-    longest = settings.data.max_prompt_tokens + settings.sampling.max_tokens
-    bound = max_model_tokens(path)
+    prompt, bound = settings.data.max_prompt_tokens, max_model_tokens(path)
     yield (
-        f"max model length: {bound} tokens; prompt up to {settings.data.max_prompt_tokens} + response up to "
-        f"{settings.sampling.max_tokens} = {longest}"
+        f"max model length: {bound} tokens; prompt up to {prompt} + response up to {settings.sampling.max_tokens} = "
+        f"{prompt + settings.sampling.max_tokens}"
     )
-    if longest > bound:
-        raise ConfigError(
-            f"data.max_prompt_tokens + sampling.max_tokens = {longest} exceed the model's {bound}; lower one of them"
-        )
+    responses = {"sampling.max_tokens": settings.sampling.max_tokens}
+    for name, section in settings.evaluation.sets.items():
+        responses[f"evaluation.sets.{name}.max_tokens"] = section.max_tokens or 0
+    for setting, response in responses.items():
+        if prompt + response > bound:
+            raise ConfigError(
+                f"data.max_prompt_tokens + {setting} = {prompt + response} exceed the model's {bound}; lower one of "
+                "them"
+            )
     if settings.rollout.num_replicas:
         check_engine_arguments(settings.rollout.engine)
         check_stages(path, settings.rollout.pipeline_parallel_size)
@@ -266,11 +270,16 @@ def _fit(settings: RunSettings, tokenizer: ChatTokenizer) -> Iterator[str]:
         raise ConfigError(
             f"algorithm.distillation.top_k {distillation.top_k} is not less than the {known} ids of the model; lower it"
         )
-    unknown = [token for token in settings.sampling.stop_token_ids if token < 0 or token >= known > 0]
-    if unknown:
-        raise ConfigError(
-            f"sampling.stop_token_ids {unknown} are not ids of the model, which knows 0 to {known - 1}; correct them"
-        )
+    ends = {
+        "sampling.stop_token_ids": settings.sampling.stop_token_ids,
+        f"model.path {settings.model.path}: eos_token_id": eos_token_ids(settings.model.path),
+    }
+    for setting, tokens in ends.items():
+        unknown = [token for token in tokens if token < 0 or token >= known > 0]
+        if unknown:
+            raise ConfigError(
+                f"{setting} {unknown} are not ids of the model, which knows 0 to {known - 1}; correct them"
+            )
 
 
 def _batches(settings: RunSettings) -> Iterator[str]:

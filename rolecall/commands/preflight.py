@@ -40,6 +40,7 @@ from rolecall.settings import (
     child_environment,
     scorer_environment,
 )
+from rolecall.store.embedded import find_binary
 from rolecall.store.probe import find_store
 from rolecall.v1 import controller_pb2, controller_pb2_grpc, reward_pb2, reward_pb2_grpc
 
@@ -84,7 +85,9 @@ def _credentials(settings: RunSettings) -> Iterator[str]:
 
 
 def _store(settings: RunSettings) -> Iterator[str]:
-    if settings.store.url is not None:
+    if settings.store.url is None:
+        yield f"store: embedded, by {find_binary(settings.store.binary)}"
+    else:
         where, unseen = find_store(settings.store)
         yield f"store: {where} answers and keeps what it acknowledges{', as far as it says' if unseen else ''}"
         for what in unseen:
@@ -118,7 +121,7 @@ def _functions(settings: RunSettings) -> Iterator[Iterator[str]]:
 
 
 def _function(call: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
-    """`call`: the setting, what it names, what that is called with and its options, as `rolecall.plugins` takes them."""
+    """`call`: the setting, what it names, what that is called with, and its options, as `rolecall.plugins` takes it."""
     setting, target = call[:2]
     if not folder.is_dir():
         raise ConfigError(f"{setting} {target!r}: its folder {folder} is none; correct it")
@@ -354,6 +357,10 @@ def _port(setting: str, bind: str, taken: dict[str, str], settings: RunSettings,
 
 
 def _weight_ports(settings: RunSettings) -> Iterator[str]:
+    host = settings.weights.host
+    problem = why_not(f"[{host}]:0" if ":" in host else f"{host}:0") if settings.actor.address is None else ""
+    if problem:
+        raise ConfigError(f"weights.host {host} {problem}")
     require_ports(settings.weights)
     if settings.weights.ports is not None:
         yield f"weights.ports: the kernel hands out no others than {settings.weights.ports}"

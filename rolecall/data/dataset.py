@@ -6,12 +6,14 @@ order of prompts and their rendering are the controller's.
 """
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rolecall.data.code_tests import read_tests
+from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError
 from rolecall.settings import (
     COMPARING,
@@ -25,6 +27,9 @@ from rolecall.settings.presets import INSTRUCTIONS, INSTRUCTIONS_FIELD
 
 UID_FIELD = "uid"
 """The field of a prompt's id, where it has one."""
+MAX_DEPTH = 24
+"""Lists and objects in each other in a field of a prompt: protobuf reads messages 100 deep, and an object takes three.
+"""
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _json_row(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = parse_json(line.decode("utf-8-sig"))
         if b"\\u" in line:
             json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON and no text
     except json.JSONDecodeError as error:
@@ -142,6 +147,8 @@ def _json_row(line: bytes, where: str) -> dict[str, Any]:
         ) from error
     except UnicodeError as error:
         raise ConfigError(f"{where}: not UTF-8 text ({error}); save the file as UTF-8") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}; shorten it, or write it as text") from error
     if not isinstance(row, dict):
         raise ConfigError(
             f"{where}: a {type(row).__name__}, not an object with fields; write {{...}} with the prompt in a field"
@@ -159,8 +166,21 @@ def _parse(row: dict[str, Any], where: str, default_uid: str, data: DataSection,
         messages = (("system", data.system_prompt), *messages)
     known = {data.prompt_field, data.ground_truth_field, UID_FIELD}
     metadata = {key: value for key, value in row.items() if key not in known and value is not None}
+    for name, value in metadata.items():
+        _check_carried(value, f"{where}, field {name!r}")
     truths = _ground_truths(row, where, data, _comparing(reward, metadata, where))
     return RawPrompt(_uid(row, where, default_uid), messages, truths[0] if truths else "", metadata, where, truths[1:])
+
+
+def _check_carried(value: object, field: str, depth: int = 0) -> None:
+    """ConfigError when no message could carry what `field` holds."""
+    if isinstance(value, Mapping | list | tuple):
+        if depth == MAX_DEPTH:
+            raise ConfigError(f"{field}: nested more than {MAX_DEPTH} deep; flatten it, or write it as text")
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _check_carried(item, field, depth + 1)
+    elif isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ConfigError(f"{field}: a whole number beyond what a float64 holds; write it as text")
 
 
 def _comparing(reward: RewardSection, metadata: Mapping[str, Any], where: str) -> str | None:

@@ -5,7 +5,7 @@ Owns every complaint about `model.path` that needs no weights to be loaded; `rol
 configurations read through here. No torch.
 """
 
-import json
+import importlib.util
 import math
 import re
 from collections import Counter
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError
 from rolecall.settings import LayoutSection
 
@@ -73,13 +74,20 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
     """The policy's own EOS ids, from generation_config.json and config.json. ConfigError when it names none."""
     config = _json(path / "config.json")
     generation = _json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
-    found = {value for tree in (generation, config, _text(config)) for value in _as_list(tree.get("eos_token_id"))}
+    given = [tree.get("eos_token_id") for tree in (generation, config, _text(config))]
+    found = [each for value in given if value is not None for each in (value if isinstance(value, list) else [value])]
+    wrong = [each for each in found if not isinstance(each, int) or isinstance(each, bool)]
+    if wrong:
+        raise ConfigError(
+            f"model.path {path}: eos_token_id {wrong[0]!r} in generation_config.json or config.json is no id; write a "
+            "whole number, or a list of them"
+        )
     if not found:
         raise ConfigError(
             f"model.path {path} names no eos_token_id in generation_config.json or config.json; without one no "
             "response would stop"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(set(found)))
 
 
 def vocab_size(path: Path, setting: str = "model.path") -> int:
@@ -159,6 +167,12 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
     """ConfigError when config.json says that the model cannot be trained or scored here, whatever its weights are."""
     config = _json(path / "config.json", setting)
     text, where = _text(config), f"{setting} {path}"
+    kind = config.get("model_type")
+    if kind is not None and not _is_known(kind):
+        raise ConfigError(
+            f"{where}: the installed transformers knows no model_type {kind!r} of config.json; correct it, or use "
+            "another model"
+        )
     if config.get("is_encoder_decoder"):
         raise ConfigError(f"{where} is an encoder-decoder model; use a causal language model")
     quantization = config.get("quantization_config")
@@ -185,6 +199,15 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
             f"{where}: config.json has hidden_size {hidden}, not a multiple of num_attention_heads {heads}, and no "
             "head_dim; correct it"
         )
+
+
+def _is_known(model_type: object) -> bool:
+    """Whether transformers names the type where it lists its models. Its source is read: an import takes seconds."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return True
+    lists = Path(spec.origin).parent.glob("models/auto/*.py")
+    return any(f'"{model_type}"' in file.read_text(encoding="utf-8") for file in lists)
 
 
 def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.path") -> None:
@@ -259,13 +282,9 @@ def _head_dim(text: dict[str, Any]) -> int | None:
     return int(text["head_dim"]) if text.get("head_dim") else own
 
 
-def _as_list(value: Any) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else list(value)
-
-
 def _json(path: Path, setting: str = "model.path") -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}; {setting} must be a Hugging Face model directory") from error
     if not isinstance(tree, dict):
@@ -298,7 +317,7 @@ def _header(path: Path) -> dict[str, list[int]]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length <= min(MAX_HEADER_BYTES, size) else None
+            header = parse_json(file.read(length).decode()) if length <= min(MAX_HEADER_BYTES, size) else None
         tensors = (
             {name: entry for name, entry in header.items() if name != "__metadata__"}
             if isinstance(header, dict)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError, InvalidInputError
 
 _JSON_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -32,8 +33,14 @@ class ChatTokenizer:
         # a second of imports, for those alone who load one
         from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-        self.backend = TokenizersBackend.from_pretrained(str(path), local_files_only=True)
-        """The library's own tokenizer."""
+        try:
+            self.backend = TokenizersBackend.from_pretrained(str(path), local_files_only=True)
+            """The library's own tokenizer."""
+        except Exception as error:  # the entry point of a reader that answers odd files with errors of every kind
+            raise ConfigError(
+                f"model.path {path}: transformers cannot load its tokenizer ({type(error).__name__}: {error}); save it "
+                "again with save_pretrained"
+            ) from error
         if not self.backend.chat_template:
             raise ConfigError(
                 f"model.path {path}: the tokenizer has no chat template; set tokenizer.chat_template and save it"
@@ -131,7 +138,7 @@ def _check_json(path: Path) -> None:
     if not path.is_file():
         return
     try:
-        json.loads(path.read_text(encoding="utf-8"))
+        parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.path: cannot read {path}: {error}; save the tokenizer again with save_pretrained"

