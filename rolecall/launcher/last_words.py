@@ -15,12 +15,18 @@ _LAST_WORD = re.compile(r"^\S+ failed: ")
 
 
 def describe_failure(worker: Worker, code: int) -> str:
-    """Says which process failed and how, the end of what it said, and where the rest is."""
+    """The line of `say_end`; below it the end of what the process said, and where the rest is."""
     tail = "\n".join(f"    {line}" for line in last_words(_recent(worker)))
-    return f"{worker.name} {how_it_ended(code)}:\n{tail}\n  log: {worker.log}"
+    return f"{say_end(worker, code)}\n{tail}\n  log: {worker.log}"
 
 
-def how_it_ended(code: int) -> str:
+def say_end(worker: Worker, code: int) -> str:
+    """Says in a line which process ended and how, and why by its own account where it gave one."""
+    said = final_line(worker)
+    return f"{worker.name} {_how_it_ended(code)}" + (f" ({said})" if said else "")
+
+
+def _how_it_ended(code: int) -> str:
     """`code` in words: an exit code, or negative a signal."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 

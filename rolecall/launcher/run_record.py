@@ -49,7 +49,7 @@ class RunRecord:
             )
         if self.exit_code == INTERRUPTED:
             return "interrupted; --resume goes on"
-        return f"failed: {self.failure or self.status.error or 'see logs/'}"
+        return f"failed: {'; '.join(filter(None, [self.failure or self.status.error, 'see logs/']))}"
 
 
 def keep_record(

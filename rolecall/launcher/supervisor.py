@@ -26,7 +26,7 @@ from rolecall.errors import (
 )
 from rolecall.identity import settle
 from rolecall.launcher.joining import Joining
-from rolecall.launcher.last_words import describe_failure, final_line, how_it_ended
+from rolecall.launcher.last_words import describe_failure, say_end
 from rolecall.launcher.placed import note_placed
 from rolecall.launcher.plan import plan_workers, prepare_run_dir, resolve, write_config
 from rolecall.launcher.probes import Probes
@@ -201,10 +201,7 @@ class Supervisor:
     def _worker_ended(self, worker: Worker, code: int) -> None:
         if code in FINAL_CODES:
             raise GivenUp(worker.role, describe_failure(worker, code))
-        said = final_line(worker)
-        how = self._verdicts.pop(worker.name, None) or f"{worker.name} {how_it_ended(code)}" + (
-            f" ({said})" if said else ""
-        )
+        how = self._verdicts.pop(worker.name, None) or say_end(worker, code)
         self._again(worker.role, worker.name, how, describe_failure(worker, code), lambda: self._restart(worker))
 
     def _again(self, role: str, name: str, how: str, details: str, start: Callable[[], None]) -> None:

@@ -9,11 +9,14 @@ import pytest
 from pydantic import ValidationError
 
 from rolecall.errors import ConfigError, NotFoundError
-from rolecall.launcher.last_words import last_words
+from rolecall.launcher.last_words import describe_failure, last_words
 from rolecall.launcher.plan import metrics_binds, plan_workers, prepare_run_dir, resolve, role_environment, write_config
+from rolecall.launcher.processes import Worker
+from rolecall.launcher.run_record import RunRecord
 from rolecall.launcher.supervisor import train
 from rolecall.launcher.used_store import require_used_store
 from rolecall.settings import ActorSection, load_settings
+from rolecall.v1 import controller_pb2
 from tests.conftest import MakeSettings
 from tests.twins.launched import write_light_config
 
@@ -197,3 +200,18 @@ def test_only_the_last_start_is_quoted_from_a_log_of_several() -> None:
         "KeyError: 'now'",
     ]
     assert list(last_words(log)) == ["Traceback (most recent call last):", "KeyError: 'now'"]
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("reward failed: no such module\n", "reward ended with exit code 1 (reward failed: no such module)"),
+        ("Killed\n", "reward ended with exit code 1"),
+    ],
+)
+def test_the_first_line_of_a_failure_says_all_that_one_line_can(tmp_path: Path, log: str, line: str) -> None:
+    worker = Worker("reward", "reward", (), {}, tmp_path / "reward.log")
+    worker.log.write_text(f"=== started reward\n{log}")
+    described = describe_failure(worker, 1).splitlines()
+    assert described == [line, f"    {log.strip()}", f"  log: {worker.log}"]
+    assert RunRecord(controller_pb2.RunStatus(), 0.0, 1, described[0]).how == f"failed: {line}; see logs/"
