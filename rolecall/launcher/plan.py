@@ -64,8 +64,11 @@ _Service = TypeVar("_Service", bound=AddressSection)
 
 
 def require_folders(run: JobSection) -> None:
-    """ConfigError when run.dir, or a folder of checkpoints elsewhere, could not be written."""
+    """ConfigError when run.dir, or a folder of checkpoints elsewhere, could not be written. RunExistsError when run.dir
+    is somebody's who runs nothing there.
+    """
     require_writable(run.dir, "run.dir")
+    _require_ours(run.dir)
     folder = disk_folder(run.checkpoints)
     if run.checkpoint_url is not None and folder is not None:
         require_writable(folder, "run.checkpoint_url")
@@ -75,10 +78,11 @@ def prepare_run_dir(settings: RunSettings | SftSettings, *, resume: bool) -> int
     """Makes the run directory and returns a descriptor that holds its lock for as long as this process lives.
 
     What an attempt left in which nothing was trained is taken away, but for its logs: the same command may be given
-    again once its mistake is mended. RunExistsError when it holds a run and `resume` is false, NotFoundError when it
-    does not and it is true, RunLockedError when a launcher works in it.
+    again once its mistake is mended. RunExistsError when it holds a run and `resume` is false, or what no run made,
+    NotFoundError when it holds none and it is true, RunLockedError when a launcher works in it.
     """
     directory = settings.run.dir
+    _require_ours(directory)
     if resume and not (directory / "config.yaml").is_file():
         raise NotFoundError(f"run.dir {directory} holds no run to resume; start it without --resume")
     if resume and ("reward" in read_tree(directory / "config.yaml")) != isinstance(settings, RunSettings):
@@ -105,19 +109,25 @@ def prepare_run_dir(settings: RunSettings | SftSettings, *, resume: bool) -> int
 
 
 def holds_a_run(directory: Path) -> bool:
-    """Whether the directory holds anything that a new run must not take the place of: something trained, or what is not
-    ours.
-    """
-    if not any(path.name != "logs" and not _is_of_tokens(path) for path in directory.iterdir()):
-        return False
-    if not (directory / "identity.json").is_file() and not (directory / "logs" / "sft.log").is_file():
-        return True
+    """Whether anything was trained in the directory, which a new run must not take the place of."""
     checkpoints, metrics, history = (directory / name for name in ("checkpoints", "metrics.jsonl", "history.jsonl"))
     if checkpoints.is_dir() and any(checkpoints.iterdir()):
         return True
     return _has_line(metrics, lambda line: line.get("step", 0) > 0) or _has_line(
         history, lambda line: line.get("event") == "trained"
     )
+
+
+def _require_ours(directory: Path) -> None:
+    """RunExistsError when the directory holds something, and no run was started there."""
+    if not directory.is_dir() or any((directory / name).is_file() for name in ("identity.json", "logs/sft.log")):
+        return
+    for path in sorted(directory.iterdir()):
+        if path.name != "logs" and not _is_of_tokens(path):
+            raise RunExistsError(
+                f"run.dir {directory} holds {path.name}, and no run was started there; name another with --run.dir, or "
+                "move what is in it elsewhere"
+            )
 
 
 def _is_of_tokens(path: Path) -> bool:

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.commands.cli import main
-from rolecall.errors import RunExistsError
-from rolecall.launcher.plan import holds_a_run, prepare_run_dir
-from rolecall.settings import load_settings
+from rolecall.launcher.plan import holds_a_run
 from tests.twins.launched import FAILS_IN_A_ROLE, start_train, wait_until_up, write_light_config
 
 END_LIMIT_S = 100.0
@@ -24,16 +22,6 @@ def interrupt(config: Path, *arguments: str) -> None:
     wait_until_up(train)
     train.send_signal(signal.SIGINT)
     train.communicate(timeout=END_LIMIT_S)
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "mine.txt"])
-def test_a_directory_that_is_not_a_runs_is_refused_and_left_as_it_is(tmp_path: Path, name: str) -> None:
-    settings = load_settings(write_light_config(tmp_path))
-    settings.run.dir.mkdir()
-    (settings.run.dir / name).write_text("mine")
-    with pytest.raises(RunExistsError, match="resume that run with --resume"):
-        prepare_run_dir(settings, resume=False)
-    assert [(path.name, path.read_text()) for path in settings.run.dir.iterdir()] == [(name, "mine")]
 
 
 @pytest.mark.thorough("test_status_of_a_run_that_is_over_says_how_it_ended")

@@ -1,6 +1,8 @@
 """Which processes the launcher starts, where they listen and what they find in their environment."""
 
+import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +10,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rolecall.errors import ConfigError, NotFoundError
+from rolecall.commands.check import find_problems
+from rolecall.errors import ConfigError, NotFoundError, RunExistsError
 from rolecall.launcher.last_words import describe_failure, last_words
 from rolecall.launcher.plan import metrics_binds, plan_workers, prepare_run_dir, resolve, role_environment, write_config
 from rolecall.launcher.processes import Worker
@@ -132,6 +135,7 @@ def test_the_store_s_url_travels_in_the_environment_only_and_each_role_gets_its_
 def test_a_run_does_not_go_on_in_the_directory_of_a_fine_tuning(make_settings: MakeSettings, tmp_path: Path) -> None:
     settings = make_settings(run={"name": "test", "dir": str(tmp_path), "num_steps": 1})
     (tmp_path / "config.yaml").write_text("run: {name: tuned}\n")
+    (tmp_path / "identity.json").write_text("{}")
     with pytest.raises(NotFoundError, match="is of `rolecall sft`, and `rolecall train` cannot go on with it"):
         prepare_run_dir(settings, resume=True)
     assert (tmp_path / "config.yaml").read_text() == "run: {name: tuned}\n"
@@ -215,3 +219,16 @@ def test_the_first_line_of_a_failure_says_all_that_one_line_can(tmp_path: Path, 
     described = describe_failure(worker, 1).splitlines()
     assert described == [line, f"    {log.strip()}", f"  log: {worker.log}"]
     assert RunRecord(controller_pb2.RunStatus(), 0.0, 1, described[0]).how == f"failed: {line}; see logs/"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "mine.txt", "checkpoints"])
+def test_a_directory_in_which_no_run_was_started_is_left_as_it_is_with_one_remedy(tmp_path: Path, name: str) -> None:
+    settings = load_settings(write_light_config(tmp_path))
+    settings.run.dir.mkdir()
+    (settings.run.dir / name).write_text("mine")
+    told = f"run.dir {settings.run.dir} holds {name}, and no run was started there; name another with --run.dir"
+    for resume in (False, True):
+        with pytest.raises(RunExistsError, match=re.escape(told)):
+            prepare_run_dir(settings, resume=resume)
+    assert [problem for problem in find_problems(settings, io.StringIO()) if told in problem]
+    assert [(path.name, path.read_text()) for path in settings.run.dir.iterdir()] == [(name, "mine")]
