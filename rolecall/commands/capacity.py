@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolecall.commands.preflight import NOTE
-from rolecall.data.model_files import ModelFacts, num_adapter_parameters
+from rolecall.data.model_files import ModelFacts, max_model_tokens, num_adapter_parameters, num_cached_per_token
 from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts
 from rolecall.errors import ConfigError
 from rolecall.settings import ActorSection, OptimizerSection, RunSettings, TrainerSection
@@ -76,6 +76,22 @@ def check_capacity(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             "this machine"
         )
     yield f"machine: {num_cores} cores, {in_bytes(host)} of memory" + (f", {named}" if named else "")
+
+
+def check_cache(settings: RunSettings) -> None:
+    """ConfigError when a rollout's cache could not hold one response, as vLLM says once it has loaded the model."""
+    rollout, path = settings.rollout, settings.model.path
+    if rollout.kv_cache_bytes is None or "kv_cache_dtype" in rollout.engine:
+        return
+    num_tokens = min(max_model_tokens(path), settings.longest_trajectory)
+    cached = num_cached_per_token(path, rollout.tensor_parallel_size, rollout.pipeline_parallel_size)
+    least = num_tokens * cached * (4 if settings.model.dtype == "float32" else 2)
+    if rollout.kv_cache_bytes < least:
+        raise ConfigError(
+            f"rollout.kv_cache_bytes {rollout.kv_cache_bytes}: keys and values of a prompt and a response, up to "
+            f"{num_tokens} tokens, take {least} bytes on each worker; raise it, or lower data.max_prompt_tokens or "
+            "max_tokens"
+        )
 
 
 def _check_host(needs: list[Need], host: int) -> None:

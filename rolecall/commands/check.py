@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rolecall.algorithms.advantages.custom import load as load_advantage
-from rolecall.commands.capacity import check_capacity
+from rolecall.commands.capacity import check_cache, check_capacity
 from rolecall.commands.explain import explain
 from rolecall.commands.footprint import memory_and_disk, store
 from rolecall.commands.preflight import NOTE, preflight
@@ -219,6 +219,7 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     if settings.rollout.num_replicas:
         check_engine_arguments(settings.rollout.engine)
         check_stages(path, settings.rollout.pipeline_parallel_size)
+        check_cache(settings)
     if settings.rollout.num_replicas and not settings.rollout.devices:
         check_cpu_sleep(settings)
         check_cpu_attention(path)

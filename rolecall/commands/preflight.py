@@ -108,7 +108,7 @@ def _functions(settings: RunSettings) -> Iterator[Iterator[str]]:
             if isinstance(scorer, FunctionScorer) and scorer.target is not None:
                 section = settings.reward
                 environment = scorer_environment(section.environment, role_environment(section))
-                call = (f"{setting}.target", scorer.target, scorer.takes)
+                call = [f"{setting}.target", scorer.target, scorer.takes]
                 yield _function(call, section.search_path, environment)
             if scorer.kind == "math":
                 yield _math(setting)
@@ -116,7 +116,7 @@ def _functions(settings: RunSettings) -> Iterator[Iterator[str]]:
     if isinstance(loss, CustomLoss) and settings.actor.address is None:
         # its GPUs, too: a module of kernels may ask for one
         environment = child_environment(role_environment(settings.actor))
-        call = ("algorithm.policy_loss.function", loss.name, "a batch", *loss.options)
+        call = ["algorithm.policy_loss.function", loss.name, "a batch", *loss.options]
         yield _function(call, loss.folder, environment)
 
 

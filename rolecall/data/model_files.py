@@ -24,6 +24,8 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions that vLLM's attention on CPUs takes; with another its engine starts, and dies of the first prompt."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which architectures keep the number of experts of a layer."""
+_ALL_FULL_ATTENTION = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Values of model_type whose every layer attends to all tokens before, unless use_sliding_window says otherwise."""
 _EXPERTS = ".experts."
 """Part of the name of every tensor of a mixture's experts, which get no adapters."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
@@ -118,6 +120,19 @@ def check_stages(path: Path, num_stages: int) -> None:
         raise ConfigError(
             f"rollout.pipeline_parallel_size {num_stages}: the model at {path} has {num_layers} layers; lower it"
         )
+
+
+def num_cached_per_token(path: Path, num_tensor: int, num_stages: int) -> int:
+    """Numbers that a worker of a rollout keeps of each token, keys and values of the largest stage; 0 where other
+    attention may keep fewer than every layer's.
+    """
+    text = _text(_json(path / "config.json"))
+    head_dim, num_layers = _head_dim(text), text.get("num_hidden_layers")
+    num_keys = text.get("num_key_value_heads", text.get("num_attention_heads"))
+    is_plain = text.get("model_type") in _ALL_FULL_ATTENTION and not text.get("use_sliding_window")
+    if not is_plain or head_dim is None or not isinstance(num_layers, int) or not isinstance(num_keys, int):
+        return 0
+    return 2 * max(1, num_keys // num_tensor) * head_dim * -(-num_layers // num_stages)
 
 
 def check_cpu_attention(path: Path) -> None:

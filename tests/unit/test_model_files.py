@@ -175,6 +175,31 @@ def test_heads_that_vllm_refuses_on_cpus_are_named_before_its_first_prompt(confi
     assert problems(config, "rollout.num_replicas=0") == []
 
 
+@pytest.mark.parametrize(
+    ("override", "model_type", "least"),
+    [
+        ("rollout.kv_cache_bytes=1", "qwen3", 1032 * 2 * 2 * 32 * 3 * 2),
+        ("rollout.kv_cache_bytes=792575", "llama", 1032 * 2 * 2 * 32 * 3 * 2),
+        ("rollout.kv_cache_bytes=792576", "qwen3", None),
+        (
+            "rollout={kv_cache_bytes: 1, tensor_parallel_size: 2, pipeline_parallel_size: 2}",
+            "qwen3",
+            1032 * 2 * 32 * 2 * 2,
+        ),
+        ("rollout.kv_cache_bytes=1", "mistral", None),
+        ("rollout={kv_cache_bytes: 792576, engine: {kv_cache_dtype: fp8}}", "qwen3", None),
+    ],
+)
+def test_a_cache_that_holds_no_response_is_refused_where_it_is_sure(
+    config: Path, override: str, model_type: str, least: int | None
+) -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "model_type": model_type}
+    edit("config.json", **sizes)(config.parent / "model")
+    found = problems(config, override, "rollout.num_replicas=1", "model.dtype=bfloat16")
+    told = f"up to 1032 tokens, take {least} bytes on each worker; raise it, or lower data.max_prompt_tokens"
+    assert any(told in problem for problem in found) == (least is not None), found
+
+
 def test_the_head_dimensions_are_those_that_vllm_lists() -> None:
     """Read in vLLM's source: importing it takes ten seconds, and changes logging and torch for good."""
     vllm = importlib.util.find_spec("vllm")
