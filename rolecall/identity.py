@@ -63,14 +63,19 @@ FIXED = (
     ),
     Fixed("store.num_shards", "rows are spread by it", lambda settings: settings.store.num_shards),
 )
-"""Of a run."""
+"""The settings of a run."""
 FIXED_OF_SFT = (
     *_OF_BOTH,
+    Fixed(
+        "model.chat_template_kwargs",
+        "it says how the examples are rendered",
+        lambda settings: json.dumps(settings.model.chat_template_kwargs, sort_keys=True),
+    ),
     Fixed("data.response_field", "it says what the examples are", lambda settings: settings.data.response_field),
     Fixed("data.max_tokens", "it says which examples are left out", lambda settings: settings.data.max_tokens),
     Fixed("data.batch_size", "the place in the data is counted in it", lambda settings: settings.data.batch_size),
 )
-"""Of `rolecall sft`."""
+"""The settings of `rolecall sft`."""
 
 
 def settle(settings: RunSettings | SftSettings) -> None:
@@ -100,7 +105,8 @@ def settle(settings: RunSettings | SftSettings) -> None:
 def _before_and_now(settings: RunSettings | SftSettings, setting: str) -> str:
     """Tells `setting` as it was written to run.dir and as it is; empty where it was not, and for whole sections."""
     path = settings.run.dir / "config.yaml"
-    before, now = (read_tree(path) if path.is_file() else {}), settings.model_dump(mode="json")
+    before: Any = read_tree(path) if path.is_file() else {}
+    now: Any = settings.model_dump(mode="json")
     for name in setting.split("."):
         before, now = (tree.get(name) if isinstance(tree, dict) else None for tree in (before, now))
     if before is None or isinstance(before, dict) or isinstance(now, dict):

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def parse_json(text: str) -> Any:
-    """What `text` says. ValueError says why it cannot be read; it is a JSONDecodeError where the place is known."""
+    """Reads `text`. ValueError says why it cannot be read; it is a JSONDecodeError where the place is known."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -133,7 +133,7 @@ class FunctionScorer(Section):
 
     @property
     def takes(self) -> str:
-        """What it is called with, for people."""
+        """Names what it is called with, for people."""
         return "a list of items" if self.takes_many else "an item"
 
     @model_validator(mode="after")

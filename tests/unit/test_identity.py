@@ -155,6 +155,7 @@ def test_train_refuses_other_data_before_it_starts_anything(tmp_path: Path, caps
         ("--model.path={0}/other", "another model.path (the checkpoints are of this model: '{0}/model' before, "),
         ("--data.batch_size=4", "another data.batch_size (the place in the data is counted in it: 8 before, 4 now)"),
         ("--run.seed=7", "another run.seed"),
+        ("--model.chat_template_kwargs={{brief: true}}", "another model.chat_template_kwargs (it says how"),
         ("--data.max_tokens=99", "another data.max_tokens"),
         ("--data.response_field=prompt", "another data.response_field"),
     ],
