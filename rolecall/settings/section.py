@@ -27,7 +27,12 @@ def absolute(value: object, info: Any) -> object:
         return value
     if not isinstance(value, str | Path):
         raise ValueError(f"{value!r} is no path; write one, in quotes where YAML reads something else")
-    path = Path(base) / Path(value).expanduser()
+    try:
+        path = Path(base) / Path(value).expanduser()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{str(value)!r} begins with ~ and a user who is not known here; write the folder in full"
+        ) from error
     longest = max(len(os.fsencode(name)) for name in path.parts)
     if longest > MAX_NAME_BYTES:
         raise ValueError(

@@ -38,6 +38,7 @@ def test_every_key_is_documented() -> None:
         ("run.dir=true", "run.dir: True is no path; write one, in quotes where YAML reads something else"),
         ("run.dir=7", "run.dir: 7 is no path; write one, in quotes where YAML reads something else"),
         ("run.checkpoint_url=true", "run.checkpoint_url: True is no path; write one"),
+        ("run.dir=~nobody-of-that-name/x", "run.dir: '~nobody-of-that-name/x' begins with ~ and a user who is not kn"),
         ("run.dir=" + "a" * 256, "run.dir: a name of 256 bytes stands in the path, and a file system takes 255; short"),
         ("data.train=new/" + "ä" * 128 + "/x", "data.train: a name of 256 bytes stands in the path"),
         ("run.checkpoint_url=" + "a" * 256, "run.checkpoint_url: a name of 256 bytes stands in the path"),
