@@ -29,7 +29,7 @@ test: setup ## Keep every promise once: the whole system, every contract, a kill
 test-all: setup ## Pass every test that this machine can run but test-learning's (half an hour on two busy cores)
 	@$(PYTEST) 2
 
-test-learning: setup ## Train the sort-digits example by nine published methods, each above 0.9; the curves go to runs/learning.md. Then from a reward model and from a judge alone, and two steps of every recipe (50 minutes in all)
+test-learning: setup ## Train the sort-digits example by nine published methods, each above 0.9; the curves go to runs/learning.md. Then from a reward model and from a judge alone, a calculator, a game by an agent, and two steps of every recipe (an hour in all)
 	@$(BIN)/python -m pytest -m learning tests/learning tests/e2e
 
 test-megatron: setup ## Hold every layout of the back end over Megatron-Core to FSDP2 on one rank, on up to 4 processes, kill its ranks, hand over from one back end to the other, and train the sort-digits example with vLLM by two of them
