@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from rolecall.checkpoint.storage import disk_folder
+from rolecall.checkpoint.manifest import RunCheckpoints
+from rolecall.checkpoint.storage import disk_folder, open_storage
 from rolecall.config_file import read_tree
 from rolecall.disk import require_writable, writing
 from rolecall.errors import ConfigError, NotFoundError, RunExistsError, RunLockedError
@@ -78,14 +79,22 @@ def prepare_run_dir(settings: RunSettings | SftSettings, *, resume: bool) -> int
     """Makes the run directory and returns a descriptor that holds its lock for as long as this process lives.
 
     What an attempt left in which nothing was trained is taken away, but for its logs: the same command may be given
-    again once its mistake is mended. RunExistsError when it holds a run and `resume` is false, or what no run made,
-    NotFoundError when it holds none and it is true, RunLockedError when a launcher works in it.
+    again once its mistake is mended. RunExistsError when it, or run.checkpoint_url, holds a run and `resume` is false,
+    or it holds what no run made; NotFoundError when both hold none and it is true; RunLockedError when a launcher works
+    in it.
     """
     directory = settings.run.dir
     _require_ours(directory)
-    if resume and not (directory / "config.yaml").is_file():
+    kept = _steps_elsewhere(settings.run)
+    if kept and not resume:
+        raise RunExistsError(
+            f"run.checkpoint_url {settings.run.checkpoint_url} holds checkpoints of a run, the last of step "
+            f"{kept[-1]}; go on from it with --resume, also where its run.dir is lost, or name another place"
+        )
+    is_there = (directory / "config.yaml").is_file()
+    if resume and not is_there and not kept:
         raise NotFoundError(f"run.dir {directory} holds no run to resume; start it without --resume")
-    if resume and ("reward" in read_tree(directory / "config.yaml")) != isinstance(settings, RunSettings):
+    if resume and is_there and ("reward" in read_tree(directory / "config.yaml")) != isinstance(settings, RunSettings):
         mine, its = ("train", "sft") if isinstance(settings, RunSettings) else ("sft", "train")
         raise NotFoundError(
             f"run.dir {directory} is of `rolecall {its}`, and `rolecall {mine}` cannot go on with it; name another"
@@ -106,6 +115,13 @@ def prepare_run_dir(settings: RunSettings | SftSettings, *, resume: bool) -> int
         os.close(lock)
         raise
     return lock
+
+
+def _steps_elsewhere(run: JobSection) -> list[int]:
+    """Steps from the first on that are kept at run.checkpoint_url."""
+    if run.checkpoint_url is None:
+        return []
+    return [step for step in RunCheckpoints(open_storage(run.checkpoint_url), num_kept=1).steps() if step > 0]
 
 
 def holds_a_run(directory: Path) -> bool:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from rolecall.checkpoint.manifest import RunCheckpoints
+from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.check import find_problems
 from rolecall.errors import ConfigError, NotFoundError, RunExistsError
 from rolecall.launcher.last_words import describe_failure, last_words
@@ -232,3 +234,23 @@ def test_a_directory_in_which_no_run_was_started_is_left_as_it_is_with_one_remed
             prepare_run_dir(settings, resume=resume)
     assert [problem for problem in find_problems(settings, io.StringIO()) if told in problem]
     assert [(path.name, path.read_text()) for path in settings.run.dir.iterdir()] == [(name, "mine")]
+
+
+def test_checkpoints_elsewhere_are_gone_on_from_only_where_that_is_asked_for(
+    make_settings: MakeSettings, tmp_path: Path
+) -> None:
+    """A new run under the same place would take them for its own; a run whose directory is lost has them left."""
+    kept = tmp_path / "kept"
+    run = {"name": "test", "dir": str(tmp_path / "run"), "num_steps": 9, "checkpoint_url": str(kept)}
+    settings = make_settings(run=run)
+    with pytest.raises(NotFoundError, match="holds no run to resume"):
+        prepare_run_dir(settings, resume=True)
+    checkpoints = RunCheckpoints(open_storage(str(kept)), num_kept=1)
+    checkpoints.commit(checkpoints.begin(0), [], {})
+    os.close(prepare_run_dir(settings, resume=False))  # an attempt that trained nothing
+    checkpoints.commit(checkpoints.begin(4), [], {})
+    with pytest.raises(
+        RunExistsError, match=r"kept holds checkpoints of a run, the last of step 4; go on from it with"
+    ):
+        prepare_run_dir(settings, resume=False)
+    os.close(prepare_run_dir(settings, resume=True))
