@@ -43,7 +43,7 @@ class Publisher:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """`device` holds the weights; NCCL sends from there, the others from host memory."""
+        """`device` holds the weights. The channel of an epoch says where its buckets lie: there, or in host memory."""
         self._device = device
         self._lock = threading.Lock()
         self._stores: tuple[RendezvousServer, ...] = ()

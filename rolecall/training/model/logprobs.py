@@ -51,6 +51,12 @@ class VocabShard:
     """The token id of this rank's first row."""
 
 
+_ALIGNMENT = 128
+"""A block has a multiple of so many columns if it has more: rows of logits, in whatever dtype, then begin where the
+products and kernels of a GPU read them whole.
+"""
+
+
 def logprobs_and_entropy(
     hidden_MH: torch.Tensor,
     weight_VH: torch.Tensor,
@@ -210,6 +216,7 @@ class _Cut:
         """
         num_tokens, (vocab_size, hidden_size) = targets_MK.shape[0], weight_VH.shape
         size, stride = max(1, self.block_elements // max(1, num_tokens)), max(num_tokens, hidden_size)
+        size -= size % _ALIGNMENT if size > _ALIGNMENT else 0
         for start in range(0, vocab_size, size):
             end = min(start + size, vocab_size)
             first, last = start * stride, start * stride + num_tokens * (end - start)
