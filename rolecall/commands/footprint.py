@@ -103,7 +103,8 @@ def _shifts(plan: ShiftPlan) -> Iterator[str]:
     share = "" if plan.share is None else f", and rollouts take {plan.share:.0%} of the GPU"
     yield (
         f"    publishing: {in_bytes(plan.beside_rollouts)}, of which the actor's parameters are "
-        f"{in_bytes(plan.parameters)}, beside a rollout of at least {in_bytes(plan.rollout)}{share}"
+        f"{in_bytes(plan.parameters)} and weights on their way {in_bytes(plan.passing)}, beside a rollout of at least "
+        f"{in_bytes(plan.rollout)}{share}"
     )
     yield f"    sampling: {in_bytes(plan.resident)} beside the rollouts, all state of the trainers in host memory"
 

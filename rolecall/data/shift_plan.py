@@ -17,6 +17,10 @@ from rolecall.settings import RunSettings, TrainerSection
 NVIDIA_SMI_TIMEOUT_S = 10.0
 CONTEXT_BYTES = 3 * 2**28
 """What CUDA and its libraries take of a GPU in each process, whatever that keeps there."""
+SLOT_BYTES = 64 * 2**20
+"""What the actor keeps of its GPU for weights on their way (rolecall/weights/shared_memory/device_slots.py)."""
+BUCKETS = 3
+"""Buckets that each end of a transfer has in hand (rolecall/weights/transfer.py)."""
 _MASTER, _MOMENTS = 4, 12
 """Bytes per trained parameter: the float32 weight; its gradient and two moments."""
 
@@ -31,6 +35,10 @@ class ShiftPlan:
     """The actor's parameters, which it has while it trains and while it publishes."""
     trained: float
     """All of the trainers' state, while they train."""
+    passing: float
+    """Weights on their way in a publish, at both ends: the actor's slots, buckets, and the largest layer, which the
+    rollout puts in place when it is whole.
+    """
     rollout: float
     """The least of a rollout that is awake."""
     gpu: int | None
@@ -46,7 +54,7 @@ class ShiftPlan:
     @property
     def beside_rollouts(self) -> float:
         """Bytes that others have while a rollout is awake, at most: while the actor publishes."""
-        return self.resident + self.parameters
+        return self.resident + self.parameters + self.passing
 
     @property
     def share(self) -> float | None:
@@ -70,10 +78,11 @@ class ShiftPlan:
         missing = self.beside_rollouts + self.rollout - self.gpu
         if missing > 0:
             raise ConfigError(
-                f"shared GPUs: while the actor publishes, its parameters ({self.parameters:,.0f} bytes), a rollout "
-                f"({self.rollout:,.0f}) and what stays ({self.resident:,.0f}) lack {missing:,.0f} bytes; use more GPUs "
-                "(num_ranks, rollout.tensor_parallel_size, rollout.pipeline_parallel_size) or a smaller model, or move "
-                "references to other GPUs"
+                f"shared GPUs: while the actor publishes, its parameters ({self.parameters:,.0f} bytes), weights on "
+                f"their way ({self.passing:,.0f}), a rollout ({self.rollout:,.0f}) and what stays "
+                f"({self.resident:,.0f}) lack {missing:,.0f} bytes; use more GPUs (num_ranks, "
+                "rollout.tensor_parallel_size, rollout.pipeline_parallel_size) or a smaller model, or move references "
+                "to other GPUs"
             )
 
 
@@ -96,12 +105,13 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
     if critic is not None and shared & set(critic.devices):
         trained += _per_rank(critic, facts.num_parameters * (_MASTER + moments))
         num_processes += 1
-    received = facts.largest_layer * size if adapters is None else 0
+    whole = facts.largest_layer * size if adapters is None else 0
     return ShiftPlan(
         resident=sum(_per_rank(section, weights) for section in references) + num_processes * CONTEXT_BYTES,
         parameters=parameters,
         trained=trained,
-        rollout=weights / rollout.workers_per_replica + (rollout.kv_cache_bytes or 0) + received + CONTEXT_BYTES,
+        passing=SLOT_BYTES + 2 * (BUCKETS * settings.weights.bucket_bytes + whole),
+        rollout=weights / rollout.workers_per_replica + (rollout.kv_cache_bytes or 0) + CONTEXT_BYTES,
         gpu=min(gpus.values()) if gpus else None,
         configured=rollout.gpu_memory_utilization,
     )

@@ -102,7 +102,7 @@ class Rendezvous:
 
     def on_broken(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once when the epoch breaks, from the thread that learns it; at once when it already has."""
-        with self._lock:  # bounded: the callbacks only set flags
+        with self._lock:  # bounded: the callbacks are called outside it
             if self._broken is None:
                 self._callbacks.append(callback)
                 return

@@ -69,6 +69,27 @@ def test_a_rank_that_waits_for_a_peer_is_freed_by_its_deadline_and_by_an_abort()
 
 
 @needs_a_gpu
+def test_where_one_receiver_is_on_cpus_all_take_the_weights_from_host_memory(tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    named = [(f"w{i}", torch.randn(1000, 1000, device=device)) for i in range(16)]
+    root = Publisher(device)
+    address = root.open(1, 3, "127.0.0.1", "shared", MEET_S)
+    others = [
+        Talking(tmp_path / place, receiver, address, 1, rank, 3, 30.0, None, "shared", place)
+        for rank, place in ((1, "cuda:0"), (2, "cpu"))
+    ]
+    try:
+        manifest = build_manifest(named, 2**20)
+        sent = root.publish(iter(named), manifest, epoch=1, policy_version=1, bucket_timeout_s=30)
+        said = [other.line() for other in others]
+        assert [(each["digest"], each["device"]) for each in said] == [(sent.digest, "cpu")] * 2
+    finally:
+        for other in others:
+            other.kill()
+    root.close()
+
+
+@needs_a_gpu
 @pytest.mark.parametrize("backend", ["nccl", "shared"])
 def test_two_processes_agree_on_what_was_sent_and_a_killed_receiver_breaks_its_epoch_alone(
     tmp_path: Path, backend: WeightBackend

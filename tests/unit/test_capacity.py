@@ -10,6 +10,8 @@ from rolecall.data.model_files import ModelFacts
 from rolecall.data.shift_plan import CONTEXT_BYTES, ShiftPlan, check_cpu_sleep, gpu_memory_bytes, plan_shifts
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
+from rolecall.weights.shared_memory.device_slots import CHUNK_BYTES, NUM_SLOTS
+from rolecall.weights.transfer import IN_FLIGHT
 from tests.conftest import MakeSettings
 
 SEVEN_B = ModelFacts(architecture="Qwen3ForCausalLM", num_parameters=7_000_000_000, largest_layer=200_000_000)
@@ -83,12 +85,13 @@ def test_a_shared_gpu_is_held_against_each_shift_with_the_bytes_that_are_missing
         lines(both)
     lines(shared(2))
     with pytest.raises(
-        ConfigError, match=r"while the actor publishes, its parameters \(14,000,000,000 bytes\), a roll"
+        ConfigError, match=r"while the actor publishes, its parameters \(14,000,000,000 bytes\), weights on"
     ):
         lines(shared(2, kv_cache_bytes=64 * 2**30))
     plan = plan_shifts(shared(2), SEVEN_B, gpu_memory_bytes())
     assert plan.training == 7e9 * 16 / 2 + CONTEXT_BYTES
-    assert plan.beside_rollouts == 7e9 * 4 / 2 + CONTEXT_BYTES
+    assert plan.beside_rollouts == 7e9 * 4 / 2 + CONTEXT_BYTES + plan.passing
+    assert plan.passing == NUM_SLOTS * CHUNK_BYTES + 2 * ((IN_FLIGHT + 1) * 16 * 2**20 + 200_000_000 * 2)
     assert plan.share == pytest.approx(1 - (plan.beside_rollouts + CONTEXT_BYTES) / (80 * 2**30))
     stages = shared(2, tensor_parallel_size=1, pipeline_parallel_size=2)
     assert plan_shifts(stages, SEVEN_B, gpu_memory_bytes()).rollout == plan.rollout
@@ -120,9 +123,9 @@ def test_rolecall_check_says_what_each_shift_takes(make_settings: MakeSettings, 
     run = {"name": "test", "dir": str(tmp_path), "num_steps": 1, "checkpoint_url": "memory://checkpoints"}
     settings = make_settings(run=run, actor={"devices": [0]}, rollout={"devices": [[0]]})
     said = "\n".join(memory_and_disk(settings, SEVEN_B))
-    for line in ("training: 105.1 GiB, rollouts asleep", "publishing: 26.8 GiB", "sampling: 768.0 MiB beside"):
+    for line in ("training: 105.1 GiB, rollouts asleep", "publishing: 27.7 GiB", "sampling: 768.0 MiB beside"):
         assert line in said
-    assert "rollouts take 66% of the GPU" in said
+    assert "rollouts take 64% of the GPU" in said
 
 
 def test_rollouts_on_cpus_are_not_told_to_sleep(make_settings: MakeSettings) -> None:

@@ -33,9 +33,9 @@ there are about four such tensors.
 DEVICE_BLOCK_ELEMENTS = 2**24
 """The same on other devices, 64 MiB: enough work for each of a block's operators."""
 KERNEL_BLOCK_ELEMENTS = 2**26
-"""The same where kernels take a block in one pass, 128 MiB in bfloat16: there are two such tensors at the peak, logits
-and their gradient. The more columns a block has, the fewer times a product of it is added to the hidden states'
-gradient.
+"""The same where kernels take a block in one pass, 128 MiB in bfloat16 and twice that in float32: there are two such
+tensors at the peak, logits and their gradient. The more columns a block has, the fewer times a product of it is added
+to the hidden states' gradient.
 """
 
 
@@ -355,7 +355,7 @@ class _BlockedLogprobs(torch.autograd.Function):
         ctx.kept_VH = (
             torch.empty(weight_VH.shape, dtype=weight_VH.dtype, device=weight_VH.device) if cut.keeps else None
         )
-        temperature_M1 = temperature_M[:, None].to(torch.promote_types(hidden_MH.dtype, torch.float32))
+        temperature_M1 = temperature_M[:, None].to(torch.promote_types(hidden_MH.dtype, torch.float32)).contiguous()
         kind = _KernelSoftmax if _in_kernels(hidden_MH) else _Softmax
         softmax = kind(temperature_M1, targets_MK.shape[1])
         for block in cut.blocks(weight_VH, targets_MK, ctx.kept_VH):
@@ -397,6 +397,7 @@ class _BlockedLogprobs(torch.autograd.Function):
             if grad_weight_VH is not None:
                 torch.mm(grad_logits_MB.T, hidden_MH, out=grad_weight_VH[block.rows])
             add_product_(grad_hidden_MH, grad_logits_MB, block.weight_BH)
+            del grad_logits_MB  # before the next block's logits are made
         if ctx.vocab:
             dist.all_reduce(grad_hidden_MH, dist.ReduceOp.SUM, ctx.vocab.group)
         return grad_hidden_MH.to(hidden_MH.dtype), grad_weight_VH, None, None, None, None, None

@@ -24,7 +24,9 @@ NUM_SLOTS = 4
 
 
 class DeviceSlots:
-    """One end's view of the slots. Whoever puts or takes waits for the copy, so that a receipt means what it says."""
+    """One end's view of the slots. Whoever puts or takes waits for the copy, so that a receipt means what it says; what
+    the current stream did before is to be done by then, or it is waited for, too.
+    """
 
     num_slots = NUM_SLOTS
     chunk_bytes = CHUNK_BYTES
@@ -35,12 +37,12 @@ class DeviceSlots:
         self._memory, self._pointer = memory, pointer
 
     def put(self, slot: int, chunk: torch.Tensor) -> None:
-        """Copies `chunk` (uint8 [n], on this device) into slot `slot`, after what the current stream does to it."""
+        """Copies `chunk` (uint8 [n], on this device) into slot `slot`; done when it returns."""
         self._memory[slot, : chunk.numel()].copy_(chunk)
         torch.cuda.current_stream(self.device).synchronize()
 
     def take(self, slot: int, into: torch.Tensor) -> int:
-        """Copies the start of slot `slot` into `into` (uint8 [n], on this device); n."""
+        """Copies the start of slot `slot` into `into` (uint8 [n], on this device), done when it returns; n."""
         into.copy_(self._memory[slot, : into.numel()])
         torch.cuda.current_stream(self.device).synchronize()
         return into.numel()
@@ -53,24 +55,15 @@ class DeviceSlots:
                 _call("cudaIpcCloseMemHandle", pointer)
 
 
-@functools.cache
 def own_slots(device: torch.device) -> tuple[DeviceSlots, bytes] | None:
-    """This process's slots on a GPU, and their handle; None on CPUs, and where the driver gives none.
-
-    One memory for all epochs, which ends with the process: what CUDA does with a receiver that still copies from memory
-    that was freed is undefined.
-    """
+    """This process's slots on a GPU, and their handle; None on CPUs, and where the driver gives none."""
     if backend_of(device) != "nccl":
         return None
-    with torch.cuda.device(device):
-        try:
-            pointer = _call("cudaMalloc", NUM_SLOTS * CHUNK_BYTES)
-            handle = _call("cudaIpcGetMemHandle", pointer)
-        except _CudaError as error:
-            logger.info("no memory of %s can be shared with another process: %s", device, error)
-            return None
-    memory = _tensor(int(pointer), device)
-    return DeviceSlots(memory), ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+    try:
+        return _made_once(device)
+    except (_CudaError, ImportError) as error:
+        logger.warning("weights go by way of the host: %s shares no memory with another process: %s", device, error)
+        return None
 
 
 def open_slots(handle: bytes, device: torch.device) -> DeviceSlots | None:
@@ -79,25 +72,43 @@ def open_slots(handle: bytes, device: torch.device) -> DeviceSlots | None:
     """
     if not any(handle) or backend_of(device) != "nccl":
         return None
+    try:
+        return _opened(handle, device)
+    except (_CudaError, ImportError) as error:
+        logger.warning("weights go by way of the host: the actor's memory does not open on %s: %s", device, error)
+        return None
+
+
+@functools.cache
+def _made_once(device: torch.device) -> tuple[DeviceSlots, bytes]:
+    """One memory for all epochs, which ends with the process: what CUDA does with a receiver that still copies from
+    memory that was freed is undefined.
+    """
+    with torch.cuda.device(device):
+        pointer = int(_call("cudaMalloc", NUM_SLOTS * CHUNK_BYTES))
+        try:
+            handle = _call("cudaIpcGetMemHandle", pointer)
+        except _CudaError:
+            _call("cudaFree", pointer)
+            raise
+        return DeviceSlots(_tensor(pointer, device)), ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+
+def _opened(handle: bytes, device: torch.device) -> DeviceSlots | None:
     from cuda.bindings import runtime
 
     with torch.cuda.device(device):
         given = runtime.cudaIpcMemHandle_t()
         ctypes.memmove(given.getPtr(), handle, HANDLE_BYTES)
-        try:
-            pointer = int(_call("cudaIpcOpenMemHandle", given, runtime.cudaIpcMemLazyEnablePeerAccess))
-            place = _call("cudaPointerGetAttributes", pointer).device
-        except _CudaError as error:
-            logger.info("the actor's device memory cannot be opened on %s: %s", device, error)
-            return None
-        if place != torch.cuda.current_device():
+        pointer = int(_call("cudaIpcOpenMemHandle", given, runtime.cudaIpcMemLazyEnablePeerAccess))
+        is_here = _call("cudaPointerGetAttributes", pointer).device == torch.cuda.current_device()
+        if not is_here:
             _call("cudaIpcCloseMemHandle", pointer)
-            return None
-    return DeviceSlots(_tensor(pointer, device), pointer)
+        return DeviceSlots(_tensor(pointer, device), pointer) if is_here else None
 
 
 class _CudaError(Exception):
-    """A call that the driver refused."""
+    """The driver refused a call."""
 
 
 def _call(name: str, *arguments: Any) -> Any:

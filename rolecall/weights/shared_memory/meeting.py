@@ -33,6 +33,8 @@ _TOKEN_BYTES = 16
 """Bytes of a connection's token, by which the root knows whose it is."""
 _CREDENTIALS = struct.Struct("3i")
 _NONE, _SHARED, _DEVICE, _GLOO = b"none", b"shared", b"device", b"gloo"
+_PROVEN_BYTES = _TOKEN_BYTES + NONCE_BYTES
+"""Bytes of a proof before its end."""
 _OPENED, _UNOPENED = b"1", b"0"
 """The end of a proof: whether the receiver opened the root's slots on a GPU."""
 _REMEDY = "leave weights.backend out, or use weights.backend: gloo"
@@ -81,7 +83,7 @@ def _meet_as_root(
         said = {rank: rendezvous.take(key, timeout_s) for rank, key in keys.items()}
         proofs = {rank: door.proven(proof) for rank, proof in said.items()}
         elsewhere = [rank for rank, peer in proofs.items() if peer is None]
-        on_device = door.has_slots and all(proof.endswith(_OPENED) for proof in said.values())
+        on_device = door.has_slots and all(proof[_PROVEN_BYTES:] == _OPENED for proof in said.values())
         if elsewhere and not or_gloo:
             raise ChannelBrokenError(f"ranks {elsewhere} do not see the memory of the actor's machine; {_REMEDY}")
         rendezvous.offer("shared/verdict", _GLOO if elsewhere else _DEVICE if on_device else _SHARED)
@@ -159,7 +161,7 @@ class _Door:
     def proven(self, proof: bytes) -> socket.socket | None:
         """The connection of the receiver that says `proof`; None where it did not read this ring."""
         assert self._ring is not None
-        token, nonce = proof[:_TOKEN_BYTES], proof[_TOKEN_BYTES : _TOKEN_BYTES + NONCE_BYTES]
+        token, nonce = proof[:_TOKEN_BYTES], proof[_TOKEN_BYTES:_PROVEN_BYTES]
         return self._by_token.get(token) if secrets.compare_digest(nonce, self._ring.nonce) else None
 
     def hand_over(
@@ -183,24 +185,19 @@ class _Door:
 
 
 class _Entered:
-    """A receiver's connection to the root, the ring that it got there, and the root's slots on this receiver's GPU."""
+    """A receiver's connection to the root, the ring that it got there, and the root's slots if they are on its GPU."""
 
-    def __init__(self, stack: contextlib.ExitStack, root: socket.socket, ring: RingReader, token: bytes) -> None:
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        root: socket.socket,
+        ring: RingReader,
+        on_device: DeviceSlots | None,
+        token: bytes,
+    ) -> None:
         """`stack` closes what there is."""
-        self._stack, self._root, self._ring = stack, root, ring
-        self._token = token
-        self._on_device: DeviceSlots | None = None
-
-    def open_slots(self, device: torch.device) -> None:
-        """Opens the root's slots, where both are on one GPU."""
-        self._on_device = open_slots(self._ring.handle, device)
-        if self._on_device is not None:
-            self._stack.callback(self._on_device.close)
-
-    @property
-    def proof(self) -> bytes:
-        """The words by which the root knows whose connection it is, and what was read and opened."""
-        return self._token + self._ring.nonce + (_OPENED if self._on_device else _UNOPENED)
+        self._stack, self._root, self._ring, self._on_device = stack, root, ring, on_device
+        self.proof = token + ring.nonce + (_UNOPENED if on_device is None else _OPENED)
 
     def hand_over(self, rendezvous: Rendezvous, world_size: int, *, on_device: bool) -> SharedReceiver:
         """The channel over them."""
@@ -236,9 +233,10 @@ def _enter(rendezvous: Rendezvous, name: str, device: torch.device, deadline: fl
         stack.callback(ring.close)
         if not _is_of_this_user(root):
             return None
-        entered = _Entered(stack.pop_all(), root, ring, token)
-        entered.open_slots(device)
-        return entered
+        on_device = open_slots(ring.handle, device)
+        if on_device is not None:
+            stack.callback(on_device.close)
+        return _Entered(stack.pop_all(), root, ring, on_device, token)
 
 
 def _is_readable(peer: socket.socket, timeout_s: float) -> bool:

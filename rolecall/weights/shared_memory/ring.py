@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from rolecall.errors import ChannelBrokenError
+from rolecall.training.ranks.device import mark_of
 from rolecall.weights.rendezvous import WATCH_S, Rendezvous
 from rolecall.weights.shared_memory.device_slots import HANDLE_BYTES
 
@@ -31,7 +32,7 @@ CHUNK_BYTES = 4 * 2**20
 """Most bytes of one chunk: a bucket is cut into these, so that receivers copy its start while the root copies on."""
 NUM_SLOTS = 8
 """Chunks that the root may be ahead of the slowest receiver: two buckets of the default size. The ring's 32 MiB are
-all that a channel holds, whatever the model's size.
+all that a channel holds in host memory, whatever the model's size.
 """
 NONCE_BYTES = 32
 """Random bytes at the ring's start. They are told nowhere, so whoever knows them has read this memory."""
@@ -44,6 +45,8 @@ _RECEIPT = struct.Struct("<q")
 """Chunks taken since the epoch began."""
 _POLL_S = 0.05
 """Longest that one look for a message blocks; an abort is noticed at the next."""
+_PACKED_POLL_S = 0.0002
+"""Pause between two looks at whether a GPU has packed a bucket: short beside the milliseconds of a bucket."""
 _WHY_S = 2 * WATCH_S
 """Seconds in which the rendezvous may still say why a peer closed its end, before it is taken for dead."""
 
@@ -162,6 +165,7 @@ class SharedRoot:
     def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> "SharedSending":
         """Implements Channel. Blocks while the ring is full of what some receiver has not taken."""
         deadline = time.monotonic() + timeout_s
+        self._until_packed(bucket, deadline, timeout_s)
         size = self._slots.chunk_bytes
         for start in range(0, bucket.numel(), size):
             self.until_taken(self._num_put + 1 - self._slots.num_slots, deadline, timeout_s)
@@ -180,9 +184,18 @@ class SharedRoot:
                 _wait(self.rendezvous, self._poller, deadline, timeout_s)
         self.rendezvous.check()
 
+    def _until_packed(self, bucket: torch.Tensor, deadline: float, timeout_s: float) -> None:
+        """Returns when a GPU has written `bucket`. Outside the lock, which an abort takes: the stream may wait for
+        another rank of the actor.
+        """
+        is_packed = mark_of(bucket.device)
+        while is_packed is not None and not is_packed():
+            _check(self.rendezvous, deadline, timeout_s)
+            time.sleep(_PACKED_POLL_S)
+
     def close(self) -> None:
         """Implements Channel."""
-        with self._lock:  # bounded: closing a socket waits for nobody
+        with self._lock:  # bounded: held for a copy of one chunk; closing a socket waits for nobody
             if self._is_open:
                 self._is_open = False
                 self._ring.close()
@@ -270,11 +283,11 @@ class SharedReceiver:
 
     def close(self) -> None:
         """Implements Channel."""
-        with self._lock:  # bounded: closing a socket waits for nobody
+        with self._lock:  # bounded: held for a copy of one chunk; closing a socket waits for nobody
             if self._is_open:
                 self._is_open = False
-                self._slots.close()
                 _hang_up(self._root)
+                self._slots.close()
 
     def _take_chunk(self, rest: torch.Tensor, bucket_bytes: int) -> tuple[int, str]:
         """Copies one chunk, if one is there, to the start of `rest`: its bytes, and what is wrong."""
@@ -322,11 +335,15 @@ def _next_message(peer: socket.socket, num_bytes: int) -> bytes | None:
 
 def _wait(rendezvous: Rendezvous, poller: select.poll, deadline: float, timeout_s: float) -> None:
     """One look between two polls. ChannelBrokenError when the epoch is over, or, after aborting it, past `deadline`."""
+    _check(rendezvous, deadline, timeout_s)
+    poller.poll(1000 * _POLL_S)
+
+
+def _check(rendezvous: Rendezvous, deadline: float, timeout_s: float) -> None:
     rendezvous.check()
     if time.monotonic() > deadline:
         rendezvous.abort(f"a bucket took more than {timeout_s:g} s")
         rendezvous.check()
-    poller.poll(1000 * _POLL_S)
 
 
 def _blame(rendezvous: Rendezvous, problem: str) -> None:
