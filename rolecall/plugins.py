@@ -57,7 +57,8 @@ def _check_call(function: Callable[..., Any], named: str, first: str, options: l
                 f"{named} is {kind}, and nobody awaits or iterates it; return the answer from a plain def"
             )
     try:
-        inspect.signature(function).bind(None, **dict.fromkeys(options))
+        # what is called is the decorator's wrapper, whatever it wraps
+        inspect.signature(function, follow_wrapped=False).bind(None, **dict.fromkeys(options))
     except ValueError:  # a built-in that does not tell its signature
         return
     except TypeError as error:

@@ -39,6 +39,23 @@ def test_a_callable_that_takes_one_thing_or_does_not_tell_passes(target: str) ->
     assert load_function(target, "field", first="an item")([1]) is True
 
 
+def test_a_decorator_that_supplies_arguments_passes(tmp_path: Path) -> None:
+    """The call meets the decorator's own signature, not that of what it wraps."""
+    config = write_light_config(tmp_path, target="mine:score")
+    (tmp_path / "mine.py").write_text(
+        "import functools\n"
+        "def with_truth(function):\n"
+        "    @functools.wraps(function)\n"
+        "    def wrapper(item):\n"
+        "        return function(item, '2')\n"
+        "    return wrapper\n"
+        "@with_truth\n"
+        "def score(item, truth):\n"
+        "    return 1.0\n"
+    )
+    assert find_problems(load_settings(config), io.StringIO()) == []
+
+
 def test_a_function_of_many_is_told_that_it_gets_a_list(tmp_path: Path) -> None:
     config = write_light_config(tmp_path, target="mine:score")
     (tmp_path / "mine.py").write_text("def score(items, group):\n    return [1.0 for _ in items]")
