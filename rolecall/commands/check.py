@@ -207,14 +207,17 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         f"max model length: {bound} tokens; prompt up to {prompt} + response up to {settings.sampling.max_tokens} = "
         f"{prompt + settings.sampling.max_tokens}"
     )
-    responses = {"sampling.max_tokens": settings.sampling.max_tokens}
+    if prompt + settings.sampling.max_tokens > bound:
+        raise ConfigError(
+            f"data.max_prompt_tokens + sampling.max_tokens = {prompt + settings.sampling.max_tokens} exceed the "
+            f"model's {bound}; lower one of them"
+        )
     for name, section in settings.evaluation.sets.items():
-        responses[f"evaluation.sets.{name}.max_tokens"] = section.max_tokens or 0
-    for setting, response in responses.items():
-        if prompt + response > bound:
-            raise ConfigError(
-                f"data.max_prompt_tokens + {setting} = {prompt + response} exceed the model's {bound}; lower one of "
-                "them"
+        longest = prompt + (section.max_tokens or 0)
+        if longest > bound:
+            yield (
+                f"{NOTE} data.max_prompt_tokens + evaluation.sets.{name}.max_tokens = {longest} exceed the model's "
+                f"{bound}: a response ends there at the latest"
             )
     if settings.rollout.num_replicas:
         check_engine_arguments(settings.rollout.engine)
