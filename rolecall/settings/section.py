@@ -21,14 +21,16 @@ MAX_NAME_BYTES = 255
 
 
 def absolute(value: object, info: Any) -> object:
-    """The path `value`, taken from the configuration file's folder where that is known. ValueError when it is none."""
+    """The path `value`, taken from the configuration file's folder where that is known; a number or a date, as YAML may
+    read a name, is taken as it is written. ValueError when it is none.
+    """
     base = (info.context or {}).get("base")
     if base is None or value is None:
         return value
-    if not isinstance(value, str | Path):
+    if isinstance(value, bool | list | dict):
         raise ValueError(f"{value!r} is no path; write one, in quotes where YAML reads something else")
     try:
-        path = Path(base) / Path(value).expanduser()
+        path = Path(base) / Path(str(value)).expanduser()
     except RuntimeError as error:
         raise ValueError(
             f"{str(value)!r} begins with ~ and a user who is not known here; write the folder in full"
@@ -45,6 +47,12 @@ ConfigPath: TypeAlias = Annotated[Path, BeforeValidator(absolute)]
 """A path; relative ones are taken from the configuration file's folder."""
 
 
+def _folder_or_url(value: object, info: Any) -> object:
+    if value == "":
+        raise ValueError("it is empty; name a folder or a URL, or leave it out")
+    return value if value is None or "://" in str(value) else str(absolute(value, info))
+
+
 def _without_password(url: str) -> str:
     if "://" in url and urlsplit(url).password is not None:
         raise ValueError(
@@ -55,11 +63,7 @@ def _without_password(url: str) -> str:
     return url
 
 
-CheckpointUrl: TypeAlias = Annotated[
-    str,
-    BeforeValidator(lambda value, info: value if "://" in str(value) else value and str(absolute(value, info))),
-    AfterValidator(_without_password),
-]
+CheckpointUrl: TypeAlias = Annotated[str, BeforeValidator(_folder_or_url), AfterValidator(_without_password)]
 """A URL without a password, or a path as ConfigPath."""
 
 

@@ -36,7 +36,8 @@ def test_every_key_is_documented() -> None:
         ("sampling.temperature=false", "sampling: temperature: true and false are no numbers; write a number"),
         ("actor.devices=[true]", "actor: devices: true and false are no numbers; write a number"),
         ("run.dir=true", "run.dir: True is no path; write one, in quotes where YAML reads something else"),
-        ("run.dir=7", "run.dir: 7 is no path; write one, in quotes where YAML reads something else"),
+        ("run.dir=[a]", "run.dir: ['a'] is no path; write one, in quotes where YAML reads something else"),
+        ("run.checkpoint_url=''", "run.checkpoint_url: it is empty; name a folder or a URL, or leave it out"),
         ("run.checkpoint_url=true", "run.checkpoint_url: True is no path; write one"),
         ("run.dir=~nobody-of-that-name/x", "run.dir: '~nobody-of-that-name/x' begins with ~ and a user who is not kn"),
         ("run.dir=" + "a" * 256, "run.dir: a name of 256 bytes stands in the path, and a file system takes 255; short"),
@@ -48,6 +49,12 @@ def test_a_value_of_another_kind_is_refused_by_name(tmp_path: Path, override: st
     with pytest.raises(ConfigError) as refused:
         load_settings(write_light_config(tmp_path), [override])
     assert told in refused.value.message
+
+
+@pytest.mark.parametrize("name", ["7", "1.5", "2026-11-26"])
+def test_a_path_may_look_like_a_number_or_a_date(tmp_path: Path, name: str) -> None:
+    run = load_settings(write_light_config(tmp_path), [f"run.dir={name}", f"run.checkpoint_url={name}"]).run
+    assert (run.dir, run.checkpoint_url) == (tmp_path / name, str(tmp_path / name))
 
 
 def test_where_a_truth_is_wanted_it_is_taken(tmp_path: Path) -> None:
