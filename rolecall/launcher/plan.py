@@ -135,11 +135,13 @@ def holds_a_run(directory: Path) -> bool:
 
 
 def _require_ours(directory: Path) -> None:
-    """RunExistsError when the directory holds something, and no run was started there."""
+    """RunExistsError when the directory holds something, and no run was started there. The root of a fresh volume
+    holds `lost+found`.
+    """
     if not directory.is_dir() or any((directory / name).is_file() for name in ("identity.json", "logs/sft.log")):
         return
     for path in sorted(directory.iterdir()):
-        if path.name != "logs" and not _is_of_tokens(path):
+        if path.name not in ("logs", "lost+found") and not _is_of_tokens(path):
             raise RunExistsError(
                 f"run.dir {directory} holds {path.name}, and no run was started there; name another with --run.dir, or "
                 "move what is in it elsewhere"

@@ -236,6 +236,13 @@ def test_a_directory_in_which_no_run_was_started_is_left_as_it_is_with_one_remed
     assert [(path.name, path.read_text()) for path in settings.run.dir.iterdir()] == [(name, "mine")]
 
 
+def test_the_root_of_a_fresh_volume_is_taken(tmp_path: Path) -> None:
+    settings = load_settings(write_light_config(tmp_path))
+    (settings.run.dir / "lost+found").mkdir(parents=True)
+    os.close(prepare_run_dir(settings, resume=False))
+    assert (settings.run.dir / "lost+found").is_dir()
+
+
 def test_checkpoints_elsewhere_are_gone_on_from_only_where_that_is_asked_for(
     make_settings: MakeSettings, tmp_path: Path
 ) -> None:
