@@ -212,10 +212,15 @@ class RemoteStorage:
         )
 
     def files(self) -> dict[str, int]:
-        """Storage.files."""
-        found: dict[str, dict[str, Any]] = self._again(
-            lambda: self._fs.find(self._root, detail=True), "list", FileNotFoundError
-        )
+        """Storage.files. ConfigError when the bucket is not there: a folder in it need not be."""
+        try:
+            found: dict[str, dict[str, Any]] = self._again(
+                lambda: self._fs.find(self._root, detail=True), "list", FileNotFoundError
+            )
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{self.url} cannot be listed ({error}); make the bucket, or correct run.checkpoint_url"
+            ) from error
         root = self._root.strip("/") + "/"
         return {
             path.strip("/").removeprefix(root): entry["size"]

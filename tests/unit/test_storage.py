@@ -73,6 +73,12 @@ def test_a_file_whose_writing_fails_does_not_appear_and_the_old_one_stays(storag
     assert storage.read("file") == b"old"
 
 
+def test_a_bucket_that_is_not_there_is_named_with_the_setting(s3: str) -> None:
+    with pytest.raises(ConfigError, match=r"-of-nobody/run cannot be listed .*; make the bucket, or correct run\."):
+        open_storage(f"{s3}-of-nobody/run").files()
+    assert open_storage(f"{s3}/new").files() == {}
+
+
 class Flaky(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
     """Fails the next `num_failures` operations, each in the middle."""
 
