@@ -1,5 +1,5 @@
-"""The identity of a run, or of a fine-tuning: the settings that stay as they are, kept beside it and compared whenever
-it goes on.
+"""The identity of a run, or of a fine-tuning: the settings that stay as they are, kept in run.dir and in each
+checkpoint and compared whenever it goes on.
 
 FIXED and FIXED_OF_SFT are the tables of them; every other setting may change (docs/operations.md, "Checkpoints and
 resume"). Of files the contents count, not the path.
@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rolecall.checkpoint.manifest import Committed, RunCheckpoints
+from rolecall.checkpoint.storage import open_storage
 from rolecall.config_file import read_tree
 from rolecall.disk import replace_text
-from rolecall.errors import ConfigError
+from rolecall.errors import ConfigError, NotFoundError
 from rolecall.settings import RunSettings, SftSettings
 
 FILE = "identity.json"
 """File in run.dir."""
+STATE = "identity"
+"""Key of the table in a checkpoint's state."""
 _NUM_PARTS, _PART_BYTES = 64, 64 * 2**10
 _MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "*.safetensors")
 
@@ -78,37 +82,80 @@ FIXED_OF_SFT = (
 """The settings of `rolecall sft`."""
 
 
-def settle(settings: RunSettings | SftSettings) -> None:
-    """Keeps in run.dir what the run is when it starts there, and compares when it goes on. ConfigError names what is
-    another, as config.yaml there has it and as it is now.
+def kept(directory: Path) -> dict[str, Any]:
+    """The table that `settle` keeps in the run directory; empty where it keeps none."""
+    path = directory / FILE
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def newest_checkpoint(settings: RunSettings | SftSettings) -> Committed | None:
+    """The newest checkpoint from the first step on, where `settings` keep them. NotFoundError when it is of
+    `rolecall sft` and `settings` are of a run, or the other way round; CheckpointMismatchError when it was changed.
     """
-    path = settings.run.dir / FILE
+    checkpoints = RunCheckpoints(open_storage(settings.run.checkpoints), num_kept=1)
+    steps = [step for step in checkpoints.steps() if step > 0]
+    if not steps:
+        return None
+    newest = checkpoints.read(steps[-1])
+    mine, its = (
+        "train" if is_of_run else "sft" for is_of_run in (isinstance(settings, RunSettings), "run" in newest.state)
+    )
+    if mine != its:
+        raise NotFoundError(
+            f"{settings.run.checkpoints} holds checkpoints of `rolecall {its}`, and `rolecall {mine}` cannot go on "
+            "with them; name another run.checkpoint_url"
+        )
+    return newest
+
+
+def settle(settings: RunSettings | SftSettings) -> None:
+    """Keeps in run.dir what the run is when it starts there, and compares when it goes on: with what is kept there, or
+    where that is lost with what the newest checkpoint keeps, or what an earlier release wrote to config.yaml there.
+    ConfigError names what is another, as it was and as it is now; else raises as `newest_checkpoint`.
+    """
+    directory = settings.run.dir
     table = FIXED if isinstance(settings, RunSettings) else FIXED_OF_SFT
     now = {fixed.setting: fixed.value(settings) for fixed in table}
-    if not path.is_file():
-        replace_text(path, json.dumps(now, indent=1) + "\n")
-        return
-    before = json.loads(path.read_text())
+    config = directory / "config.yaml"
+    written = _in_tree(read_tree(config) if config.is_file() else {}, table)
+    given = _in_tree(settings.model_dump(mode="json"), table)
+    plain = {name for name, value in given.items() if value == now[name]}  # compared as written; files are by contents
+    where, before = f"the run in {directory}", kept(directory)
+    if not before and (newest := newest_checkpoint(settings)) is not None:
+        where, before = f"the run whose checkpoints are in {settings.run.checkpoints}", newest.state.get(STATE, {})
+    if not before:
+        where, before = f"the run in {directory}", {name: written[name] for name in plain & written.keys()}
     changed = [
-        f"{fixed.setting} ({fixed.why}{_before_and_now(settings, fixed.setting)})"
+        f"{name} ({fixed.why}{_before_and_now((before if name in plain else written).get(name), given.get(name))})"
         for fixed in table
-        if fixed.setting in before and not _same(before[fixed.setting], now[fixed.setting])
+        if (name := fixed.setting) in before and not _same(before[name], now[name])
     ]
     if changed:
         raise ConfigError(
-            f"the run in {settings.run.dir} was started with another {', another '.join(changed)}; go on with the "
-            "same, or start another run with another "
-            "run.dir and run.name (rolecall export makes a model of this one's checkpoint)"
+            f"{where} was started with another {', another '.join(changed)}; go on with the same, or start another run "
+            "with another run.dir, run.name and, where it is set, run.checkpoint_url (rolecall export makes a model of "
+            "this one's checkpoint)"
         )
+    if not kept(directory):
+        replace_text(directory / FILE, json.dumps(now, indent=1) + "\n")
 
 
-def _before_and_now(settings: RunSettings | SftSettings, setting: str) -> str:
-    """Tells `setting` as it was written to run.dir and as it is; empty where it was not, and for whole sections."""
-    path = settings.run.dir / "config.yaml"
-    before: Any = read_tree(path) if path.is_file() else {}
-    now: Any = settings.model_dump(mode="json")
-    for name in setting.split("."):
-        before, now = (tree.get(name) if isinstance(tree, dict) else None for tree in (before, now))
+def _in_tree(tree: Any, table: tuple[Fixed, ...]) -> dict[str, Any]:
+    """Returns what a tree of settings says of those in `table`, by name; what it does not say is left out."""
+    found = {}
+    for fixed in table:
+        value = tree
+        for name in fixed.setting.split("."):
+            if not isinstance(value, dict) or name not in value:
+                break
+            value = value[name]
+        else:
+            found[fixed.setting] = value
+    return found
+
+
+def _before_and_now(before: Any, now: Any) -> str:
+    """Tells a setting as it was and as it is; empty where it is not known how it was, and for whole sections."""
     if before is None or isinstance(before, dict) or isinstance(now, dict):
         return ""
     return f": {before!r} before, {now!r} now" if before != now else f": {now!r} with other contents before"

@@ -40,6 +40,7 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.data.vllm_files import check_engine_arguments
 from rolecall.environment.checks import explain_environment
 from rolecall.errors import ConfigError, RoleCallError
+from rolecall.identity import newest_checkpoint
 from rolecall.launcher.plan import holds_a_run, require_folders
 from rolecall.settings import (
     CriticSection,
@@ -126,6 +127,10 @@ def _run(settings: RunSettings) -> Iterator[str]:
         f"run {settings.run.name}: {settings.run.num_steps} steps, seed {settings.run.seed}, directory "
         f"{directory} ({state})"
     )
+    if settings.run.checkpoint_url is not None:
+        newest = newest_checkpoint(settings)
+        held = f"those of a run to step {newest.step}: train needs --resume or another place" if newest else "none yet"
+        yield f"checkpoints: run.checkpoint_url {settings.run.checkpoint_url} holds {held}"
     if settings.run.deterministic:
         how = "by batch-invariant kernels" if settings.rollout.devices else "one at a time, some ten times slower"
         yield f"deterministic: rollouts compute responses {how}; the same machine gives the same weights again"

@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 import yaml
 
-from rolecall.checkpoint.manifest import RunCheckpoints
-from rolecall.checkpoint.storage import disk_folder, open_storage
+from rolecall.checkpoint.storage import disk_folder
 from rolecall.config_file import read_tree
 from rolecall.disk import require_writable, writing
 from rolecall.errors import ConfigError, NotFoundError, RunExistsError, RunLockedError
+from rolecall.identity import newest_checkpoint
 from rolecall.launcher.processes import Worker
 from rolecall.rpc.tokens import FOLDER
 from rolecall.settings import AddressSection, JobSection, RunSettings, ServiceSection, SftSettings, TrainerSection
@@ -80,19 +80,19 @@ def prepare_run_dir(settings: RunSettings | SftSettings, *, resume: bool) -> int
 
     What an attempt left in which nothing was trained is taken away, but for its logs: the same command may be given
     again once its mistake is mended. RunExistsError when it, or run.checkpoint_url, holds a run and `resume` is false,
-    or it holds what no run made; NotFoundError when both hold none and it is true; RunLockedError when a launcher works
-    in it.
+    or it holds what no run made; NotFoundError when both hold none and it is true, or what they hold is of `rolecall
+    sft` and not of `train`, or the other way round; RunLockedError when a launcher works in it.
     """
     directory = settings.run.dir
     _require_ours(directory)
-    kept = _steps_elsewhere(settings.run)
-    if kept and not resume:
+    kept = newest_checkpoint(settings) if settings.run.checkpoint_url is not None else None
+    if kept is not None and not resume:
         raise RunExistsError(
             f"run.checkpoint_url {settings.run.checkpoint_url} holds checkpoints of a run, the last of step "
-            f"{kept[-1]}; go on from it with --resume, also where its run.dir is lost, or name another place"
+            f"{kept.step}; go on from it with --resume, also where its run.dir is lost, or name another place"
         )
     is_there = (directory / "config.yaml").is_file()
-    if resume and not is_there and not kept:
+    if resume and not is_there and kept is None:
         raise NotFoundError(f"run.dir {directory} holds no run to resume; start it without --resume")
     if resume and is_there and ("reward" in read_tree(directory / "config.yaml")) != isinstance(settings, RunSettings):
         mine, its = ("train", "sft") if isinstance(settings, RunSettings) else ("sft", "train")
@@ -115,13 +115,6 @@ def prepare_run_dir(settings: RunSettings | SftSettings, *, resume: bool) -> int
         os.close(lock)
         raise
     return lock
-
-
-def _steps_elsewhere(run: JobSection) -> list[int]:
-    """Steps from the first on that are kept at run.checkpoint_url."""
-    if run.checkpoint_url is None:
-        return []
-    return [step for step in RunCheckpoints(open_storage(run.checkpoint_url), num_kept=1).steps() if step > 0]
 
 
 def holds_a_run(directory: Path) -> bool:

@@ -410,7 +410,7 @@ class Loop:
             await self._reports.drain()
             return await parts.threads.call(
                 take_point,
-                self._settings.run.name,
+                self._settings.run,
                 step,
                 self._publisher.policy_version,
                 parts.ledger,

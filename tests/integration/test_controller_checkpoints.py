@@ -9,6 +9,7 @@ import pytest
 
 from rolecall.data.dataset import load_prompts
 from rolecall.errors import CheckpointMismatchError
+from rolecall.identity import kept, settle
 from rolecall.settings import RunSettings
 from rolecall.store.budget import STORE_SHARE, StoreBudget
 from rolecall.v1 import controller_pb2 as pb
@@ -130,12 +131,14 @@ async def test_checkpoints_may_live_behind_a_url(light_run: LightRun, tmp_path: 
     url = f"memory://{tmp_path.name}/checkpoints"
     section = {"num_steps": 5, "checkpoint_every_steps": 1, "checkpoint_url": url}
     async with light_run(run=section) as run, run.rollout("rollout-0", token_s=0.002):
+        settle(run.settings)
         async with run.controller() as life:
             await life.reaches(3)
         run.actor.restart()
         await run.to_the_end()
     check_trained_once(run.actor.trainer, 40)
     assert run.newest().step == 5
+    assert run.newest().identity == kept(run.settings.run.dir) != {}
     assert not (run.settings.run.dir / "checkpoints").exists()
 
 

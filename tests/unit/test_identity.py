@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from rolecall.checkpoint.manifest import RunCheckpoints
+from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.cli import main
 from rolecall.errors import ConfigError
-from rolecall.identity import FILE, FIXED, settle
+from rolecall.identity import FILE, FIXED, STATE, kept, settle
 from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings, load_settings, load_sft_settings
 from tests.twins.launched import write_light_config, write_model
@@ -176,6 +178,97 @@ def test_what_changed_under_the_same_name_is_told_as_such(tmp_path: Path, capsys
     (tmp_path / "examples.jsonl").write_text('{"prompt": "3", "response": "4"}\n')
     assert main(["sft", str(config), "--resume"]) == 2
     assert f"'{tmp_path}/examples.jsonl' with other contents before)" in capsys.readouterr().err
+
+
+def test_a_run_whose_directory_is_lost_is_held_against_its_checkpoint(begin: MakeSettings, tmp_path: Path) -> None:
+    run = _lost_but_for_a_checkpoint(tmp_path, {"run": "test", STATE: kept(tmp_path / "run")})
+    with pytest.raises(ConfigError, match=r"the run whose checkpoints are in .* was started with another run\.name \("):
+        settle(begin(run=run | {"name": "other"}))
+    with pytest.raises(ConfigError, match=r"another sampling\.num_responses \(.*: 8 before, 4 now\)"):
+        settle(begin(run=run, sampling={"num_responses": 4}))
+    assert not list((tmp_path / "new").iterdir())
+    settle(begin(run=run))
+    assert kept(tmp_path / "new") == kept(tmp_path / "run")
+
+
+def test_a_run_whose_checkpoint_keeps_no_table_goes_on_as_it_is(begin: MakeSettings, tmp_path: Path) -> None:
+    run = _lost_but_for_a_checkpoint(tmp_path, {"run": "test"})  # by an earlier release
+    settle(begin(run=run, sampling={"num_responses": 4}))
+
+
+def test_a_checkpoint_of_step_0_holds_nothing_against_a_new_run(begin: MakeSettings, tmp_path: Path) -> None:
+    run = _lost_but_for_a_checkpoint(tmp_path, {"run": "test", STATE: kept(tmp_path / "run")}, step=0)
+    settle(begin(run=run, sampling={"num_responses": 4}))
+
+
+def _lost_but_for_a_checkpoint(folder: Path, state: dict[str, Any], step: int = 4) -> dict[str, Any]:
+    """The section `run` of a run that has a new directory, and a checkpoint elsewhere."""
+    _commit(folder / "checkpoints", state, step)
+    (folder / "new").mkdir()
+    return {
+        "name": "test",
+        "dir": str(folder / "new"),
+        "num_steps": 1,
+        "checkpoint_url": str(folder / "checkpoints"),
+    }
+
+
+OTHER_SFT = {
+    "--data.batch_size=4": "another data.batch_size (the place in the data is counted in it: 8 before, 4 now)",
+    "--data.shuffle=false": "another data.shuffle (the place in the data is a number of rows: True before, False now)",
+    "--run.seed=9": "another run.seed (the order of the data derives from it: 0 before, 9 now)",
+}
+
+
+@pytest.mark.parametrize("override", [*OTHER_SFT, "--model.path=other"])
+def test_sft_whose_directory_is_lost_is_held_against_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
+) -> None:
+    config = _begun_sft(tmp_path)
+    _commit(tmp_path / "checkpoints", {"examples": "", STATE: kept(tmp_path / "run")})
+    shutil.rmtree(tmp_path / "run")
+    elsewhere = f"--run.checkpoint_url={tmp_path}/checkpoints"
+    override = override.replace("=other", f"={tmp_path}/other")
+    assert main(["sft", str(config), "--resume", elsewhere, override]) == 2
+    assert OTHER_SFT.get(override, "another model.path (the checkpoints are of this model") in capsys.readouterr().err
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("override", OTHER_SFT)
+def test_sft_of_an_earlier_release_is_held_against_its_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
+) -> None:
+    config = _begun_sft(tmp_path)
+    (tmp_path / "run" / FILE).unlink()
+    (tmp_path / "run" / "logs").mkdir()
+    (tmp_path / "run" / "logs" / "sft.log").touch()
+    _commit(tmp_path / "run" / "checkpoints", {"examples": ""})
+    settle(load_sft_settings(config))
+    (tmp_path / "run" / FILE).unlink()
+    assert main(["sft", str(config), "--resume", override]) == 2
+    assert OTHER_SFT[override] in capsys.readouterr().err
+
+
+def test_checkpoints_of_the_other_command_are_refused_where_the_directory_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = f"--run.checkpoint_url={tmp_path}/checkpoints"
+    for command, config, state, its in (
+        ("sft", _begun_sft(tmp_path), {"run": "test"}, "train"),
+        ("train", write_light_config(tmp_path), {"examples": ""}, "sft"),
+    ):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        _commit(tmp_path / "checkpoints", state)
+        assert main([command, str(config), "--resume", elsewhere]) != 0
+        told = f"holds checkpoints of `rolecall {its}`, and `rolecall {command}` cannot go on with them; name another"
+        assert told in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
+
+
+def _commit(folder: Path, state: dict[str, Any], step: int = 4) -> None:
+    checkpoints = RunCheckpoints(open_storage(str(folder)), num_kept=1)
+    checkpoints.commit(checkpoints.begin(step), [], state)
 
 
 def _begun_sft(folder: Path) -> Path:

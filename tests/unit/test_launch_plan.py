@@ -20,7 +20,7 @@ from rolecall.launcher.processes import Worker
 from rolecall.launcher.run_record import RunRecord
 from rolecall.launcher.supervisor import train
 from rolecall.launcher.used_store import require_used_store
-from rolecall.settings import ActorSection, load_settings
+from rolecall.settings import ActorSection, RunSettings, load_settings
 from rolecall.v1 import controller_pb2
 from tests.conftest import MakeSettings
 from tests.twins.launched import write_light_config
@@ -253,11 +253,21 @@ def test_checkpoints_elsewhere_are_gone_on_from_only_where_that_is_asked_for(
     with pytest.raises(NotFoundError, match="holds no run to resume"):
         prepare_run_dir(settings, resume=True)
     checkpoints = RunCheckpoints(open_storage(str(kept)), num_kept=1)
-    checkpoints.commit(checkpoints.begin(0), [], {})
+    checkpoints.commit(checkpoints.begin(0), [], {"run": "test"})
     os.close(prepare_run_dir(settings, resume=False))  # an attempt that trained nothing
-    checkpoints.commit(checkpoints.begin(4), [], {})
+    told = f"run.checkpoint_url {kept} holds "
+    assert f"{told}none yet" in _found(settings)
+    checkpoints.commit(checkpoints.begin(4), [], {"run": "test"})
     with pytest.raises(
         RunExistsError, match=r"kept holds checkpoints of a run, the last of step 4; go on from it with"
     ):
         prepare_run_dir(settings, resume=False)
+    assert f"{told}those of a run to step 4: train needs --resume or another place" in _found(settings)
     os.close(prepare_run_dir(settings, resume=True))
+
+
+def _found(settings: RunSettings) -> str:
+    """What `rolecall check` tells."""
+    out = io.StringIO()
+    find_problems(settings, out)
+    return out.getvalue()

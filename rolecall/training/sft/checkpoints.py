@@ -1,5 +1,5 @@
-"""Checkpoints of `rolecall sft`: the actor's share of a run's, so that `rolecall export` reads them, with the step and
-the digest of the examples.
+"""Checkpoints of `rolecall sft`: the actor's share of a run's, so that `rolecall export` reads them, with the step,
+the digest of the examples and what the fine-tuning is.
 
 Written beside the steps, as a run's are; one at a time. All ranks make the same calls; rank 0 commits.
 """
@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from rolecall.checkpoint.manifest import Attempt, RunCheckpoints, StoredFile, folder_of, verify
 from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import CheckpointMismatchError, DiskFullError, StorageUnavailableError
+from rolecall.identity import STATE, kept
 from rolecall.settings import SftRunSection
 from rolecall.training.engine import Snapshot
 from rolecall.training.ranks.command_group import CommandGroup
@@ -33,7 +34,7 @@ class SftCheckpoints:
         self._storage = open_storage(run.checkpoints)
         self._checkpoints = RunCheckpoints(self._storage, run.keep_checkpoints)
         self._context = context
-        self._examples = examples
+        self._state = {"examples": examples, STATE: kept(run.dir)}
         self._writers = CommandGroup.of_default(timeout_s=WRITE_TIMEOUT_S)
         self._writing: Future[None] | None = None
 
@@ -43,7 +44,7 @@ class SftCheckpoints:
         found = group.agree(self._checkpoints.latest)
         if found is None:
             return 0
-        if found.state.get("examples") != self._examples:
+        if found.state.get("examples") != self._state["examples"]:
             raise CheckpointMismatchError(
                 f"{found.storage.url} was made with examples of other tokens; resume with the same data and tokenizer, "
                 "or start anew"
@@ -77,5 +78,5 @@ class SftCheckpoints:
         files = snapshot.write(attempt.storage.at(ROLE), self._writers, {})
         if self._context.group.is_leader:
             named = [StoredFile(f"{ROLE}/{file.name}", file.num_bytes, file.checksum) for file in files]
-            self._checkpoints.commit(attempt, named, {"examples": self._examples, "step": attempt.step})
+            self._checkpoints.commit(attempt, named, self._state | {"step": attempt.step})
             logger.info("checkpoint of step %d: %.1f MB", attempt.step, sum(file.num_bytes for file in files) / 1e6)

@@ -4,10 +4,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rolecall.checkpoint.manifest import Attempt, Committed, RunCheckpoints, StoredFile
 from rolecall.checkpoint.storage import Storage
 from rolecall.errors import StoreRolledBackError
+from rolecall.identity import kept
+from rolecall.settings import RunSection
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
 from rolecall.v1 import trajectory_pb2
@@ -42,10 +45,12 @@ class RunPoint:
     """What the algorithm carries into the next step, encoded."""
     ctl: int = 0
     """Fencing number of the controller that made it."""
+    identity: dict[str, Any] = field(default_factory=dict)
+    """What the run is (`rolecall/identity.py`); empty in checkpoints of earlier releases."""
 
 
 def take_point(
-    run: str,
+    run: RunSection,
     step: int,
     policy_version: int,
     ledger: Ledger,
@@ -64,7 +69,7 @@ def take_point(
             "start the run again"
         )
     return RunPoint(
-        run=run,
+        run=run.name,
         lineage=position.lineage,
         step=step,
         policy_version=policy_version,
@@ -77,6 +82,7 @@ def take_point(
         waiting=encode_prompts(backlog_at(position.next_gid)),
         algorithm_state=position.algorithm_state.decode(),
         ctl=ledger.ctl,
+        identity=kept(run.dir),
     )
 
 
