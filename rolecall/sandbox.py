@@ -125,6 +125,7 @@ class Bubblewrap:
         """Implements Sandbox.run."""
         owner = NOBODY if os.geteuid() == 0 else None
         with _unavailable_without_room(), contextlib.ExitStack() as stack:
+            num_killed = _num_killed_for_memory()
             given = {name: _memory_file(stack, content) for name, content in files.items()}
             num_given = sum(map(len, files.values()))
             process = subprocess.Popen(
@@ -141,7 +142,7 @@ class Bubblewrap:
             with process:
                 try:
                     _wait_until_ready(process)
-                    return _watch(process, seconds, max_bytes)
+                    return _watch(process, num_killed, seconds, max_bytes)
                 finally:
                     process.kill()  # and the kernel all that it started
 
@@ -192,6 +193,7 @@ class Bare:
     ) -> Ran:
         """Implements Sandbox.run."""
         with _unavailable_without_room(), contextlib.ExitStack() as stack:
+            num_killed = _num_killed_for_memory()
             # What a program leaves behind it cannot keep this process from going on.
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
             for name, content in files.items():
@@ -208,7 +210,7 @@ class Bare:
             with process:
                 try:
                     _wait_until_ready(process)
-                    return _watch(process, seconds, max_bytes)
+                    return _watch(process, num_killed, seconds, max_bytes)
                 finally:
                     with contextlib.suppress(ProcessLookupError):  # all of the session has ended
                         os.killpg(process.pid, signal.SIGKILL)
@@ -292,12 +294,12 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]") -> None:
             raise ScorerUnavailableError(f"the sandbox of a program did not start: {words[:500]}")
 
 
-def _watch(process: "subprocess.Popen[bytes]", seconds: float, max_bytes: int) -> Ran:
-    """Returns what `process` did until it ended or was ended. WorkerLostError when it failed while the kernel killed
-    processes for want of memory. A program's are the first that it kills, and a compiler whose child was killed exits
-    as for a program that is wrong. So any failure counts, whoever was killed.
+def _watch(process: "subprocess.Popen[bytes]", num_killed: int, seconds: float, max_bytes: int) -> Ran:
+    """Returns what `process` did until it ended or was ended. WorkerLostError when it failed while the kernel
+    killed processes for want of memory, which it had for `num_killed` before the start. A program's are the first
+    that it kills, and a compiler whose child was killed exits as for a program that is wrong. So any failure
+    counts, whoever was killed.
     """
-    num_killed = _num_killed_for_memory()
     ran = _until_its_end(process, seconds, max_bytes)
     if ran.status != 0 and _num_killed_for_memory() != num_killed:
         raise WorkerLostError(
