@@ -41,7 +41,7 @@ class Fixed:
 _OF_BOTH = (
     Fixed("run.seed", "the order of the data derives from it", lambda settings: settings.run.seed),
     Fixed("model.path", "the checkpoints are of this model", lambda settings: _of_model(settings.model.path)),
-    Fixed("data.train", "the place in the data is a number of rows", lambda settings: _of_file(settings.data.train)),
+    Fixed("data.train", "the place in the data is a number of rows", lambda settings: _of_files(settings.data.train)),
     Fixed("data.prompt_field", "it says what the prompts are", lambda settings: settings.data.prompt_field),
     Fixed("data.system_prompt", "it says what the prompts are", lambda settings: settings.data.system_prompt),
     Fixed("data.shuffle", "the place in the data is a number of rows", lambda settings: settings.data.shuffle),
@@ -166,6 +166,11 @@ def _same(before: Any, now: Any) -> bool:
     if isinstance(before, dict) and isinstance(now, dict):
         return all(name in now and now[name] == value for name, value in before.items())
     return bool(before == now)
+
+
+def _of_files(paths: tuple[Path, ...]) -> str | list[str]:
+    digests = [_of_file(path) for path in paths]
+    return digests[0] if len(digests) == 1 else digests
 
 
 def _of_file(path: Path) -> str:

@@ -153,14 +153,20 @@ def _data(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[It
 
 
 def _prompts(
-    settings: RunSettings, tokenizer: ChatTokenizer | None, setting: str, path: Path, about: str, read: list[RawPrompt]
+    settings: RunSettings,
+    tokenizer: ChatTokenizer | None,
+    setting: str,
+    files: Path | tuple[Path, ...],
+    about: str,
+    read: list[RawPrompt],
 ) -> Iterator[str]:
     """Every row is read, into `read`; the first ones are measured, and more only while none fits."""
     prompts = load_prompts(
-        path, settings.data, settings.reward, settings.algorithm.distillation if path == settings.data.train else None
+        files, settings.data, settings.reward, settings.algorithm.distillation if files == settings.data.train else None
     )
     read += prompts
-    yield f"{setting}: {path}, {len(prompts)} prompts{about}"
+    names = str(files) if isinstance(files, Path) else ", ".join(map(str, files))
+    yield f"{setting}: {names}, {len(prompts)} prompts{about}"
     if tokenizer is None:
         return
     bound, lengths = settings.data.max_prompt_tokens, list[int]()
@@ -176,7 +182,7 @@ def _prompts(
     )
     if too_long == len(lengths):
         raise ConfigError(
-            f"{setting}: all {too_long} prompts of {path} have more tokens than data.max_prompt_tokens {bound}, the "
+            f"{setting}: all {too_long} prompts of {names} have more tokens than data.max_prompt_tokens {bound}, the "
             f"shortest {min(lengths)}; "
             "raise it or shorten the prompts"
         )

@@ -60,7 +60,7 @@ def require(settings: SftSettings) -> None:
         raise ConfigError(f"data.max_tokens {settings.data.max_tokens} exceeds the model's {longest} tokens; lower it")
     files = {"data.train": settings.data.train}
     if settings.evaluation is not None:
-        files["evaluation.path"] = settings.evaluation.path
+        files["evaluation.path"] = (settings.evaluation.path,)
     for setting, file in files.items():
         examples = load_examples(file, settings.data, setting)
         tokenize(examples[:NUM_TRIED], tokenizer, end, settings.data.max_tokens)

@@ -1,4 +1,4 @@
-"""Prompts on disk: a JSONL or parquet file, one prompt a row.
+"""Prompts on disk: JSONL or parquet files, one prompt a row.
 
 Owns the format and what makes a row unusable; every complaint names the file, the line (from 1), the field and what to
 do. `rolecall check` and the controller both read through here, so that what passes the one is taken by the other. The
@@ -68,28 +68,29 @@ def _num_bytes(value: object) -> int:
 
 
 def load_prompts(
-    path: Path, data: DataSection, reward: RewardSection, distillation: DistillationSection | None = None
+    files: Path | tuple[Path, ...],
+    data: DataSection,
+    reward: RewardSection,
+    distillation: DistillationSection | None = None,
 ) -> list[RawPrompt]:
-    """All rows of `path` in the file's order. ConfigError names the line (from 1) and the field that is wrong.
+    """All rows of `files` in their order. ConfigError names the line (from 1) and the field that is wrong.
 
     A component of `reward` must apply to every prompt, and a ground truth must be there when one compares with it; what
     scorers elsewhere need is theirs to say. A teacher must be there for every prompt that is trained on with
     `distillation`.
     """
     prompts = [
-        _parse(row, f"{path}, line {number}", str(number), data, reward)
-        for number, row in read_rows(path, "data.train and evaluation.sets.*.path")
+        _parse(row, where, line if place == 1 else f"{place}:{line}", data, reward)
+        for place, line, where, row in rows_of(files, "data.train and evaluation.sets.*.path")
     ]
-    if not prompts:
-        raise ConfigError(f"{path} holds no prompts; give a JSONL or parquet file with at least one row")
-    seen: dict[str, int] = {}
-    for number, prompt in enumerate(prompts, 1):
+    seen: dict[str, str] = {}
+    for prompt in prompts:
         if prompt.uid in seen:
             raise ConfigError(
-                f"{path}: rows {seen[prompt.uid]} and {number} share the {UID_FIELD} {prompt.uid!r}; make it "
-                "unique or remove the field"
+                f"{seen[prompt.uid]} and {prompt.where} share the {UID_FIELD} {prompt.uid!r}; make it unique or remove "
+                "the field"
             )
-        seen[prompt.uid] = number
+        seen[prompt.uid] = prompt.where
         if distillation is not None:
             _check_teacher(prompt, distillation)
     return prompts
@@ -104,6 +105,19 @@ def _check_teacher(prompt: RawPrompt, distillation: DistillationSection) -> None
             "to algorithm.distillation.teachers, or set "
             "algorithm.distillation.teacher for all others"
         )
+
+
+def rows_of(files: Path | tuple[Path, ...], setting: str) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
+    """Each row of the files that `setting` names, in their order: (number of its file from 1, its line from 1, file and
+    line for complaints, fields). ConfigError, also for a file without a row.
+    """
+    for place, path in enumerate((files,) if isinstance(files, Path) else files, 1):
+        is_empty = True
+        for number, row in read_rows(path, setting):
+            is_empty = False
+            yield place, str(number), f"{path}, line {number}", row
+        if is_empty:
+            raise ConfigError(f"{setting}: {path} holds no rows; give a JSONL or parquet file with at least one")
 
 
 def read_rows(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from rolecall.data.continuation import ChatMessage, Tools
 from rolecall.data.conversations import TOOLS_FIELD, Conversations, close_of_turn, columns, parse_conversation
-from rolecall.data.dataset import parse_messages, read_rows
+from rolecall.data.dataset import parse_messages, rows_of
 from rolecall.data.model_files import eos_token_ids
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
@@ -50,14 +50,11 @@ class TokenizedExamples:
     """Hex, of what is trained on."""
 
 
-def load_examples(path: Path, data: SftDataSection, setting: str) -> list[Example]:
-    """All rows of `path`, which `setting` names, in the file's order. ConfigError names the line (from 1) and the field
+def load_examples(files: Path | tuple[Path, ...], data: SftDataSection, setting: str) -> list[Example]:
+    """All rows of `files`, which `setting` names, in their order. ConfigError names the line (from 1) and the field
     that is wrong.
     """
-    found = [_parse(row, f"{path}, line {number}", data) for number, row in read_rows(path, setting)]
-    if not found:
-        raise ConfigError(f"{setting}: {path} holds no examples; give a JSONL or parquet file with at least one row")
-    return found
+    return [_parse(row, where, data) for _, _, where, row in rows_of(files, setting)]
 
 
 def tokenize(examples: Sequence[Example], tokenizer: ChatTokenizer, end: int, max_tokens: int) -> TokenizedExamples:

@@ -4,7 +4,15 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, PositiveFloat, PositiveInt
 
-from rolecall.settings.section import CheckpointUrl, ConfigPath, NonNegativeFloat, NonNegativeInt, Section, UnitFloat
+from rolecall.settings.section import (
+    CheckpointUrl,
+    ConfigPath,
+    DataFiles,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Section,
+    UnitFloat,
+)
 
 
 class JobSection(Section):
@@ -72,12 +80,12 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """Prompts: JSONL or parquet, one prompt a line; its id is the field `uid`, or else the number of the line. See
-    `rolecall/data/dataset.py` for what a row must be.
+    """Prompts: JSONL or parquet, one prompt a line; its id is the field `uid`, or else the number of the line, from the
+    second file on after that of the file (2:17). See `rolecall/data/dataset.py` for what a row must be.
     """
 
-    train: ConfigPath
-    """File of training prompts."""
+    train: DataFiles
+    """File of training prompts, or a list of several, which are one set in this order."""
     prompt_field: str = "prompt"
     """Field with the prompt: a string (one user message) or a list of {role, content}."""
     ground_truth_field: str = "ground_truth"
@@ -87,7 +95,7 @@ class DataSection(Section):
     max_prompt_tokens: PositiveInt = 1024
     """Prompts longer than this when rendered are refused and counted, never truncated."""
     shuffle: bool = True
-    """Another deterministic order in every epoch; false keeps the file's order."""
+    """Another deterministic order in every epoch, over all files; false keeps theirs."""
 
 
 class SamplingSection(Section):

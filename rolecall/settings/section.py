@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 from rolecall.address import check_address, endpoints_of, is_unix
 from rolecall.errors import ConfigError
@@ -45,6 +45,24 @@ def absolute(value: object, info: Any) -> object:
 
 ConfigPath: TypeAlias = Annotated[Path, BeforeValidator(absolute)]
 """A path; relative ones are taken from the configuration file's folder."""
+
+
+def _files(value: object, info: Any) -> object:
+    if isinstance(value, list | tuple):
+        if not value:
+            raise ValueError("it names no file; name one, or several in their order")
+        return tuple(absolute(each, info) for each in value)
+    return (absolute(value, info),)
+
+
+def _as_given(files: tuple[Path, ...]) -> str | list[str]:
+    return str(files[0]) if len(files) == 1 else [str(file) for file in files]
+
+
+DataFiles: TypeAlias = Annotated[
+    tuple[Path, ...], BeforeValidator(_files), PlainSerializer(_as_given, when_used="json")
+]
+"""One file, or several in their order; relative ones are taken from the configuration file's folder."""
 
 
 def _folder_or_url(value: object, info: Any) -> object:

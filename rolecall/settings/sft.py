@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import PositiveInt, model_validator
 
 from rolecall.settings.data import JobSection, ModelSection
-from rolecall.settings.section import ConfigPath, NonNegativeInt, Section
+from rolecall.settings.section import ConfigPath, DataFiles, NonNegativeInt, Section
 from rolecall.settings.services import TelemetrySection, TrackersSection
 from rolecall.settings.trainers import ActorSection
 
@@ -32,8 +32,8 @@ class SftDataSection(Section):
     response, or on every turn of the assistant, and on the token that ends it.
     """
 
-    train: ConfigPath
-    """File of training examples."""
+    train: DataFiles
+    """File of training examples, or a list of several, which are one set in this order."""
     prompt_field: str = "prompt"
     """Field with the prompt: a string (one user message) or a list of {role, content}. Without a response it is a
     conversation, messages in OpenAI's form of which the last is the assistant's; the row's `tools` are shown in it.

@@ -154,7 +154,7 @@ def test_a_rollout_that_decoded_nothing_is_refused() -> None:
 @pytest.fixture
 def prompts(tmp_path: Path, make_settings: MakeSettings) -> PromptSequence:
     settings = make_settings()
-    settings.data.train.write_text(
+    settings.data.train[0].write_text(
         "".join(f'{{"prompt": "what is {i} + {i}?", "ground_truth": "{2 * i}"}}\n' for i in range(40))
     )
     write_tokenizer(tmp_path)

@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from rolecall.algorithms.curriculum import is_visited
 from rolecall.data.dataset import RawPrompt, load_prompts
@@ -68,7 +69,7 @@ def write(path: Path, *rows: object) -> Path:
         ),
         ({"prompt": "hi", "ground_truth": 5}, "line 2, field 'ground_truth': a int, not a string"),
         ({"prompt": "hi", "uid": [1]}, "line 2, field 'uid': a list, not text or a whole number"),
-        ({"prompt": "hi", "uid": "a"}, "rows 1 and 2 share the uid 'a'"),
+        ({"prompt": "hi", "uid": "a"}, "p.jsonl, line 2 share the uid 'a'"),
     ],
 )
 def test_a_bad_row_is_named_by_line_and_field(tmp_path: Path, row: object, complaint: str) -> None:
@@ -174,8 +175,27 @@ def test_a_conversation_that_the_template_refuses_is_named_by_its_line(tmp_path:
 def test_a_missing_or_empty_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_prompts(tmp_path / "none.jsonl", data_section(tmp_path), ELSEWHERE)
-    with pytest.raises(ConfigError, match="holds no prompts"):
+    with pytest.raises(ConfigError, match="holds no rows"):
         load_prompts(write(tmp_path / "empty.jsonl", ""), data_section(tmp_path), ELSEWHERE)
+
+
+def test_several_files_are_one_set_whose_later_rows_say_their_file(tmp_path: Path) -> None:
+    math = write(tmp_path / "math.jsonl", {"prompt": "1 + 1"}, {"prompt": "1 + 2"})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "code"}]), tmp_path / "code.parquet")
+    tree = {"train": ["math.jsonl", "code.parquet"]}
+    section = DataSection.model_validate(tree, context={"base": tmp_path})
+    prompts = load_prompts(section.train, section, ELSEWHERE)
+    assert [(each.uid, each.messages[-1][1]) for each in prompts] == [("1", "1 + 1"), ("2", "1 + 2"), ("2:1", "code")]
+    assert prompts[2].where == f"{tmp_path}/code.parquet, line 1"
+    assert section.model_dump(mode="json")["train"] == [str(math), str(tmp_path / "code.parquet")]
+    assert data_section(math).model_dump(mode="json")["train"] == str(math)
+    twice = write(math, {"prompt": "a", "uid": "2:1"}), write(tmp_path / "again.jsonl", {"prompt": "b"})
+    with pytest.raises(ConfigError, match=r"math\.jsonl, line 1 and .*again\.jsonl, line 1 share the uid '2:1'"):
+        load_prompts(twice, section, ELSEWHERE)
+    with pytest.raises(ConfigError, match=r"empty\.jsonl holds no rows"):
+        load_prompts((math, write(tmp_path / "empty.jsonl", "")), section, ELSEWHERE)
+    with pytest.raises(ValidationError, match="it names no file; name one, or several in their order"):
+        DataSection(train=())
 
 
 def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:

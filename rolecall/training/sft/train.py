@@ -206,8 +206,7 @@ def _read(settings: SftSettings, tokenizer: ChatTokenizer) -> tuple[TokenizedExa
         )
         if examples is not None and not examples.rows:
             raise ConfigError(
-                f"{setting}: no example of {path} fits data.max_tokens {data.max_tokens}; raise it or shorten the "
-                "examples"
+                f"{setting}: no example fits data.max_tokens {data.max_tokens}; raise it or shorten the examples"
             )
         if examples is not None and examples.num_too_long:
             logger.warning(
