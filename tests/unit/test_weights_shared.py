@@ -57,6 +57,16 @@ def test_a_tensor_larger_than_the_ring_arrives_bit_for_bit(ranks: tuple[Rendezvo
     assert all(torch.equal(arrived[name], tensor) for name, tensor in named)
 
 
+def test_no_slot_is_written_again_before_it_was_taken(ranks: tuple[Rendezvous, Rendezvous]) -> None:
+    """A receiver that takes nothing leaves room for NUM_SLOTS chunks and no more."""
+    root, _ = met(*ranks)
+    full = root.broadcast(torch.ones(NUM_SLOTS * CHUNK_BYTES, dtype=torch.uint8), MEET_S)
+    with pytest.raises(ChannelBrokenError, match=r"a bucket took more than 0\.5 s"):
+        root.broadcast(torch.ones(1, dtype=torch.uint8), 0.5)
+    with pytest.raises(ChannelBrokenError):
+        full.wait(MEET_S)
+
+
 def test_a_bucket_of_another_size_than_the_manifests_breaks_the_epoch(ranks: tuple[Rendezvous, Rendezvous]) -> None:
     root, receiver = met(*ranks)
     sent = root.broadcast(torch.zeros(10, dtype=torch.uint8), MEET_S)

@@ -4,13 +4,14 @@ differences.
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroupGloo
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rolecall.training.model.logprobs import VocabShard, Wanted, distribution, logprobs_and_entropy
 
@@ -80,6 +81,27 @@ def test_the_hand_written_backward_passes_gradcheck(entropy: bool) -> None:
         return (logprobs, entropies) if entropy else (logprobs,)
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight))
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the columns of every product."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.columns: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.columns.append(result.shape[1])
+        return result
+
+
+def test_rows_of_logits_are_aligned_whatever_the_number_of_tokens() -> None:
+    hidden, weight, targets, temperature = inputs(torch.float32, num_tokens=7, hidden=5, vocab=1000)
+    with Products() as products, torch.no_grad():
+        logprobs_and_entropy(hidden, weight, targets, temperature, block_elements=7 * 300)
+    assert products.columns == [256, 256, 256, 232]
 
 
 @pytest.mark.gpu
