@@ -121,17 +121,21 @@ class GlooChannel:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
         options.timeout = timedelta(seconds=timeout_s)
-        group = self._group
-        if group is None:
-            self.rendezvous.check()
-            raise ChannelBrokenError(f"epoch {self.rendezvous.epoch} of the weight channel is closed; open a new epoch")
+        work: Work | None = None
         try:
-            work: Work = group.broadcast([bucket], options)  # type: ignore[attr-defined]  # in the class, not in its stub
-        except RuntimeError as error:  # it was closed, or failed, just now
+            # Inside the lock, and under no name: whoever lets go of the group last waits for its stuck transfers, and
+            # that must be the thread of close.
+            with self._lock:  # bounded: a transfer is queued here, not made
+                if self._group is not None:
+                    work = self._group.broadcast([bucket], options)  # type: ignore[attr-defined]  # not in its stub
+                    self._under_way = [other for other in self._under_way if not _has_succeeded(other)] + [work]
+        except RuntimeError as error:  # it failed just now
             self.rendezvous.blame(f"a transfer failed: {error}")
             self.rendezvous.check()
             raise
-        self._under_way = [other for other in self._under_way if not _has_succeeded(other)] + [work]
+        if work is None:
+            self.rendezvous.check()
+            raise ChannelBrokenError(f"epoch {self.rendezvous.epoch} of the weight channel is closed; open a new epoch")
         return GlooTransfer(work, self)
 
     def has_failed_transfer(self) -> bool:

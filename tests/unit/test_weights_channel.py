@@ -2,6 +2,7 @@
 epochs and versions, deadlines and aborts.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -256,6 +257,42 @@ def test_an_abort_frees_the_root_and_every_receiver_long_before_the_deadline(bac
             with pytest.raises(ChannelBrokenError, match="the test says so"):
                 end.result(timeout=MEET_S)
         assert time.monotonic() - start < 20
+
+
+def test_an_abort_in_the_midst_of_handing_over_buckets_does_not_leave_the_root_to_end_the_stuck_ones(
+    backend: WeightBackend,
+) -> None:
+    """The receiver keeps its transfer, and with it its end of every connection, as one that is stopped does."""
+    bucket = torch.zeros(2**20, dtype=torch.uint8)
+
+    def hand_over(channel: Channel) -> float:
+        try:
+            for transfer in [channel.broadcast(bucket, MEET_S) for _ in range(100)]:
+                transfer.wait(MEET_S)
+        except ChannelBrokenError:
+            return time.monotonic()
+        pytest.fail("every bucket went")
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # the threads meet at every line, as on a busy machine
+    try:
+        for number in range(12):
+            host = RendezvousServer("127.0.0.1")
+            rendezvous = host.enter(1)
+            with ThreadPoolExecutor(2) as pool:
+                joining = pool.submit(join, rendezvous, 2, backend, CPU, MEET_S)
+                with member(backend, host.address, 1, 1, 2) as receiver:
+                    kept = receiver.broadcast(torch.empty_like(bucket), MEET_S)
+                    root = joining.result()
+                    handing_over = pool.submit(hand_over, root)
+                    time.sleep(number * 2e-4)
+                    started = time.monotonic()
+                    rendezvous.abort("the test says so")
+                    assert handing_over.result() - started < MEET_S / 2
+                    del kept
+            rendezvous.close()
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 def test_one_receiver_that_gives_up_frees_the_root_and_the_other(backend: WeightBackend) -> None:
