@@ -109,8 +109,8 @@ def newest_checkpoint(settings: RunSettings | SftSettings) -> Committed | None:
 
 
 def settle(settings: RunSettings | SftSettings) -> None:
-    """Keeps in run.dir what the run is when it starts there, and compares when it goes on: with what is kept there, or
-    where that is lost with what the newest checkpoint keeps, or what an earlier release wrote to config.yaml there.
+    """Keeps in run.dir what the run is when it starts there, and compares when it goes on: with what is kept there and
+    in the newest checkpoint, or where neither keeps anything with what an earlier release wrote to config.yaml there.
     ConfigError names what is another, as it was and as it is now; else raises as `newest_checkpoint`.
     """
     directory = settings.run.dir
@@ -120,23 +120,26 @@ def settle(settings: RunSettings | SftSettings) -> None:
     written = _in_tree(read_tree(config) if config.is_file() else {}, table)
     given = _in_tree(settings.model_dump(mode="json"), table)
     plain = {name for name, value in given.items() if value == now[name]}  # compared as written; files are by contents
-    where, before = f"the run in {directory}", kept(directory)
-    if not before and (newest := newest_checkpoint(settings)) is not None:
-        where, before = f"the run whose checkpoints are in {settings.run.checkpoints}", newest.state.get(STATE, {})
-    if not before:
-        where, before = f"the run in {directory}", {name: written[name] for name in plain & written.keys()}
-    changed = [
-        f"{name} ({fixed.why}{_before_and_now((before if name in plain else written).get(name), given.get(name))})"
-        for fixed in table
-        if (name := fixed.setting) in before and not _same(before[name], now[name])
-    ]
-    if changed:
-        raise ConfigError(
-            f"{where} was started with another {', another '.join(changed)}; go on with the same, or start another run "
-            "with another run.dir, run.name and, where it is set, run.checkpoint_url (rolecall export makes a model of "
-            "this one's checkpoint)"
-        )
-    if not kept(directory):
+    in_dir, newest = kept(directory), newest_checkpoint(settings)
+    befores = {
+        f"the run in {directory}": in_dir,
+        f"the run whose checkpoints are in {settings.run.checkpoints}": newest.state.get(STATE, {}) if newest else {},
+    }
+    if not any(befores.values()):
+        befores = {f"the run in {directory}": {name: written[name] for name in plain & written.keys()}}
+    for where, before in befores.items():
+        changed = [
+            f"{name} ({fixed.why}{_before_and_now((before if name in plain else written).get(name), given.get(name))})"
+            for fixed in table
+            if (name := fixed.setting) in before and not _same(before[name], now[name])
+        ]
+        if changed:
+            raise ConfigError(
+                f"{where} was started with another {', another '.join(changed)}; go on with the same, or start another "
+                "run with another run.dir, run.name and, where it is set, run.checkpoint_url (rolecall export makes a "
+                "model of this one's checkpoint)"
+            )
+    if not in_dir:
         replace_text(directory / FILE, json.dumps(now, indent=1) + "\n")
 
 

@@ -11,7 +11,7 @@ import pytest
 from rolecall.checkpoint.manifest import RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.cli import main
-from rolecall.errors import ConfigError
+from rolecall.errors import ConfigError, NotFoundError
 from rolecall.identity import FILE, FIXED, STATE, kept, settle
 from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings, load_settings, load_sft_settings
@@ -189,6 +189,24 @@ def test_a_run_whose_directory_is_lost_is_held_against_its_checkpoint(begin: Mak
     assert not list((tmp_path / "new").iterdir())
     settle(begin(run=run))
     assert kept(tmp_path / "new") == kept(tmp_path / "run")
+
+
+def test_a_run_whose_directory_is_there_is_held_against_the_checkpoints_at_another_place(
+    begin: MakeSettings, tmp_path: Path
+) -> None:
+    """Of another run, or of a fine-tuning: where the controller restores, whatever run.dir says."""
+    elsewhere = {"name": "test", "dir": str(tmp_path / "run"), "num_steps": 1, "checkpoint_url": f"{tmp_path}/others"}
+    mine = kept(tmp_path / "run")
+    _commit(tmp_path / "others", {"run": "test", STATE: mine})
+    settle(begin(run=elsewhere))
+    _commit(tmp_path / "others", {"run": "other", STATE: mine | {"run.name": "other"}}, step=6)
+    with pytest.raises(
+        ConfigError, match=r"the run whose checkpoints are in .*/others was started with another run\.n"
+    ):
+        settle(begin(run=elsewhere))
+    _commit(tmp_path / "others", {"examples": ""}, step=8)
+    with pytest.raises(NotFoundError, match=r"checkpoints of `rolecall sft`"):
+        settle(begin(run=elsewhere))
 
 
 def test_a_run_whose_checkpoint_keeps_no_table_goes_on_as_it_is(begin: MakeSettings, tmp_path: Path) -> None:
