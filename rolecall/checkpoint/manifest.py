@@ -61,6 +61,11 @@ class Committed:
     state: Mapping[str, Any]
     """The controller's share."""
 
+    @property
+    def attempt(self) -> str:
+        """Name of the attempt that it was."""
+        return self.storage.url.rpartition("/")[2]
+
     def share(self, role: str) -> tuple[Storage, tuple[StoredFile, ...]]:
         """Returns what `role` saved. CheckpointMissingError when it was not in the run."""
         prefix = f"{role}/"
@@ -98,15 +103,7 @@ class RunCheckpoints:
                 f"{attempt.storage.url} lacks {len(missing)} files that were written, first {missing[0]}; who else "
                 "deletes there?"
             )
-        tree = {
-            "step": attempt.step,
-            "attempt": attempt.name,
-            "files": {file.name: [file.num_bytes, file.checksum] for file in files},
-            "state": state,
-        }
-        text = json.dumps(tree)
-        data = json.dumps({"checkpoint": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}).encode()
-        self._storage.write(f"{folder_of(attempt.step)}/{COMMITTED}", lambda file: file.write(data))
+        self._write(attempt.step, attempt.name, files, state)
         try:
             self._retain(attempt.step)
         except (RoleCallError, OSError) as error:
@@ -115,6 +112,16 @@ class RunCheckpoints:
                 attempt.step,
                 error,
             )
+
+    def go_back(self, step: int, state: Mapping[str, Any]) -> None:
+        """Makes the checkpoint of `step` the newest, with `state` as the controller's share, and deletes those after
+        it. Cut short, it leaves one of these the newest, as it was. CheckpointMissingError, CheckpointMismatchError.
+        """
+        checkpoint = self.read(step)
+        self._write(step, checkpoint.attempt, checkpoint.files, state)
+        for later, files in sorted(self._by_step().items()):
+            if later > step:
+                self._storage.remove(_ended(later, files))
 
     def discard(self, attempt: Attempt) -> None:
         """Deletes what an attempt that was given up has written.
@@ -148,6 +155,17 @@ class RunCheckpoints:
         """The one of `step`. CheckpointMissingError, CheckpointMismatchError."""
         return read_committed(self._storage.at(folder_of(step)))
 
+    def _write(self, step: int, attempt: str, files: Iterable[StoredFile], state: Mapping[str, Any]) -> None:
+        tree = {
+            "step": step,
+            "attempt": attempt,
+            "files": {file.name: [file.num_bytes, file.checksum] for file in files},
+            "state": dict(state),
+        }
+        text = json.dumps(tree)
+        data = json.dumps({"checkpoint": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}).encode()
+        self._storage.write(f"{folder_of(step)}/{COMMITTED}", lambda file: file.write(data))
+
     def _by_step(self) -> dict[int, dict[str, int]]:
         steps: dict[int, dict[str, int]] = {}
         for name, num_bytes in self._storage.files().items():
@@ -169,8 +187,7 @@ class RunCheckpoints:
             if step > newest:  # of another lineage, or of somebody who is at work
                 continue
             if needed is None or kept > self._num_kept:
-                # first it ends to be a checkpoint
-                self._storage.remove(_named(step, sorted(files, key=lambda name: name != COMMITTED)))
+                self._storage.remove(_ended(step, files))
             else:
                 self._storage.remove(_named(step, files.keys() - needed))
 
@@ -182,8 +199,7 @@ class RunCheckpoints:
             checkpoint = self.read(step)
         except CheckpointMismatchError:
             return None
-        folder = checkpoint.storage.url.rpartition("/")[2]
-        sizes = {f"{folder}/{file.name}": file.num_bytes for file in checkpoint.files}
+        sizes = {f"{checkpoint.attempt}/{file.name}": file.num_bytes for file in checkpoint.files}
         return {COMMITTED, *sizes} if sizes.items() <= files.items() else None
 
 
@@ -262,3 +278,8 @@ class _Hashing:
 
 def _named(step: int, names: Iterable[str]) -> list[str]:
     return [f"{folder_of(step)}/{name}" for name in names]
+
+
+def _ended(step: int, names: Iterable[str]) -> list[str]:
+    """The files of a checkpoint to delete, in this order: first it ends to be one."""
+    return _named(step, sorted(names, key=lambda name: name != COMMITTED))

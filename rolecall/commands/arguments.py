@@ -40,6 +40,7 @@ def command_line() -> tuple[argparse.ArgumentParser, Collection[str]]:
     _add_processes(command)
     _add_health(command)
     _add_ledger(command)
+    _add_rewind(command)
     _add_conformance(command)
     _add_credentials(command)
     return parser, commands.choices
@@ -142,6 +143,18 @@ def _add_ledger(command: AddCommand) -> None:
     ledger.add_argument("run", metavar="RUN", help="a run directory or a configuration file")
     ledger.add_argument("--id", metavar="ID", help="tell the history of one group (12) or trajectory (12/3) instead")
     ledger.add_argument("--json", action="store_true", help="for programs")
+
+
+def _add_rewind(command: AddCommand) -> None:
+    rewind = command(
+        "rewind",
+        "make an older checkpoint of a stopped run the newest, for train --resume to go on from; those after it are "
+        "deleted",
+    )
+    rewind.add_argument("run", metavar="RUN", help="a run directory or a configuration file; also of rolecall sft")
+    rewind.add_argument(
+        "step", type=int, metavar="STEP", help="the step of a checkpoint; of the newest to drop what was trained since"
+    )
 
 
 def _add_conformance(command: AddCommand) -> None:

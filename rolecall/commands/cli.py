@@ -1,6 +1,6 @@
 """The `rolecall` command: sft, train, check and serve from a configuration; status, watch, pause, resume, stop and
-profile a run; audit its ledger; ask a role for its health; hold a service to its contract; list an environment's tasks;
-score a file; evaluate a model; write manifests; export.
+profile a run; audit its ledger; rewind it; ask a role for its health; hold a service to its contract; list an
+environment's tasks; score a file; evaluate a model; write manifests; export.
 
 Parses arguments and the configuration first and imports heavy things after, so that --help and mistakes are answered at
 once. Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted.
@@ -122,6 +122,10 @@ def _run_as_it_stands(arguments: argparse.Namespace) -> int:
         from rolecall.commands.ledger import ledger
 
         return ledger(arguments.run, arguments.id, arguments.json, sys.stdout)
+    if arguments.command == "rewind":
+        from rolecall.launcher.rewind import rewind
+
+        return rewind(arguments.run, arguments.step, sys.stdout)
     from rolecall.commands.steer import find, profile, steer
     from rolecall.rpc.callers import Caller
 

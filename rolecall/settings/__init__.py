@@ -63,10 +63,10 @@ from rolecall.settings.environment import (
     visible_gpus,
 )
 from rolecall.settings.load import (
-    checkpoints_of,
     load_reward_model_settings,
     load_settings,
     load_sft_settings,
+    run_section_of,
     store_url_file,
     validated,
     with_running_store,
@@ -230,7 +230,6 @@ __all__ = [
     "UnitFloat",
     "WeightBackend",
     "WeightsSection",
-    "checkpoints_of",
     "child_environment",
     "from_environment",
     "incarnation_given",
@@ -242,6 +241,7 @@ __all__ = [
     "rank_of_process",
     "recipe_file",
     "recipe_names",
+    "run_section_of",
     "scorer_environment",
     "shadows_of",
     "store_url_file",

@@ -10,11 +10,12 @@ from pydantic_core import ErrorDetails
 from rolecall.config_file import load_tree, override_tree, read_tree
 from rolecall.errors import ConfigError
 from rolecall.nearest import did_you_mean
+from rolecall.settings.data import RunSection
 from rolecall.settings.environment import from_environment
 from rolecall.settings.reward_model import RewardModelSettings
 from rolecall.settings.run import RunSettings
 from rolecall.settings.section import Section
-from rolecall.settings.sft import SftSettings
+from rolecall.settings.sft import SftRunSection, SftSettings
 
 _Settings = TypeVar("_Settings", bound=Section)
 
@@ -51,13 +52,10 @@ def load_reward_model_settings(path: Path, overrides: list[str] | None = None) -
     return _valid(RewardModelSettings, tree, path, "")
 
 
-def checkpoints_of(path: Path) -> str:
-    """Folder or URL of the checkpoints by the resolved configuration of a run or of `rolecall sft`."""
-    return (
-        load_sft_settings(path).run.checkpoints
-        if "algorithm" not in read_tree(path)
-        else load_settings(path).run.checkpoints
-    )
+def run_section_of(path: Path) -> RunSection | SftRunSection:
+    """The section `run` of the file of a run or of `rolecall sft`: a run's says something that the other's cannot."""
+    is_of_sft = read_tree(path).keys() <= SftSettings.model_fields.keys()
+    return load_sft_settings(path).run if is_of_sft else load_settings(path).run
 
 
 def _valid(kind: type[_Settings], tree: dict[str, Any], path: Path, given: str) -> _Settings:

@@ -78,7 +78,7 @@ class RunPosition:
     ctl: int = 0
     """Fencing number of the controller in charge."""
     lineage: int = 0
-    """Times the run was set back to a checkpoint older than the store."""
+    """Number of the lineage, which rises each time the run goes back to a checkpoint."""
     lineage_gid: int = 0
     """First gid of this lineage; it tells how many of a checkpoint's untrained prompts were admitted again."""
     step: int = 0

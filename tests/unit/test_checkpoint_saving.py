@@ -78,6 +78,18 @@ class Undeletable(WrappedStorage):
         raise StorageUnavailableError(f"cannot delete in {self.url}")
 
 
+class DeletingOnce(WrappedStorage):
+    """Deletes once, and refuses from then on."""
+
+    may_delete = True
+
+    def remove(self, names: Iterable[str]) -> None:
+        if not self.may_delete:
+            raise StorageUnavailableError(f"cannot delete in {self.url}")
+        self.may_delete = False
+        super().remove(names)
+
+
 class QuickStub:
     """A trainer whose share is one file, written at once."""
 
@@ -187,3 +199,33 @@ def test_a_checkpoint_with_a_file_that_was_cut_short_does_not_count_as_one_to_ke
     commit(checkpoints, 2).storage.write("weights", lambda file: file.write(b"w"))
     commit(checkpoints, 3)
     assert checkpoints.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("folder", ["{}", "memory:/{}"], ids=["disk", "memory"])
+def test_going_back_deletes_what_came_after_and_keeps_the_files_of_the_step(tmp_path: Path, folder: str) -> None:
+    storage = open_storage(folder.format(tmp_path))
+    checkpoints = RunCheckpoints(storage, 9)
+    attempt = [commit(checkpoints, step) for step in (1, 2, 3, 4)][1]
+    left = store(checkpoints.begin(5).storage, "weights", lambda file: file.write(b"never committed"))
+    checkpoints.go_back(2, {"lineage": 7})
+    newest = checkpoints.latest()
+    assert newest is not None
+    assert (newest.step, newest.state, newest.attempt) == (2, {"lineage": 7}, attempt.name)
+    verify(newest.storage, newest.files, nothing)
+    assert left.num_bytes > 0
+    assert {name.partition("/")[0] for name in storage.files()} == {"step-00000001", "step-00000002"}
+
+
+def test_going_back_that_is_cut_short_leaves_the_newest_whole(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    checkpoints = RunCheckpoints(storage, 9)
+    for step in (1, 2, 3):
+        commit(checkpoints, step)
+    with pytest.raises(StorageUnavailableError):
+        RunCheckpoints(DeletingOnce(storage), 9).go_back(1, {})
+    newest = checkpoints.latest()
+    assert newest is not None
+    assert (checkpoints.steps(), newest.step) == ([1, 3], 3)
+    verify(newest.storage, newest.files, nothing)
+    checkpoints.go_back(1, {})
+    assert checkpoints.steps() == [1]

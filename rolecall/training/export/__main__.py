@@ -12,7 +12,7 @@ from pathlib import Path
 from rolecall.checkpoint.manifest import Committed, RunCheckpoints, read_committed
 from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import CheckpointMissingError, ConfigError, RoleCallError, print_error
-from rolecall.settings import checkpoints_of
+from rolecall.settings import run_section_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def find(place: str) -> Committed:
         return read_committed(storage)
     except CheckpointMissingError:
         config = Path(place) / "config.yaml"
-        url = checkpoints_of(config) if config.is_file() else place
+        url = run_section_of(config).checkpoints if config.is_file() else place
         latest = RunCheckpoints(open_storage(url), 1).latest()
     if latest is None:
         raise CheckpointMissingError(
