@@ -3,19 +3,24 @@ here.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rolecall.settings import LanguageSection
 
 
 @dataclass(frozen=True)
 class CodeTest:
-    """A test of a program: what it reads and must write, or code that is appended to it."""
+    """A test of a program: what it reads and must write, a call of a function, or code that is appended to it."""
 
     stdin: str = ""
+    """What the program reads; of a call, the JSON array of the arguments."""
     stdout: str | None = None
-    """None: the test is code."""
+    """What it must write; of a call, the JSON of what it must return. None: the test is code."""
     code: str = ""
+    function: str = ""
+    """Name of the function, or of the method of a class Solution, that is called; empty: the test is no call."""
 
 
 def read_tests(value: Any) -> list[CodeTest]:
@@ -28,16 +33,24 @@ def read_tests(value: Any) -> list[CodeTest]:
         except (ValueError, RecursionError):
             raise ValueError("text that is not JSON") from None
     if isinstance(value, Mapping):
-        value = _pairs(value)
+        function, value = value.get("fn_name"), _pairs(value)
+        if function is not None:
+            return [_call(function, **each) for each in value]
     if not isinstance(value, list) or not value:
         raise ValueError("no list of tests")
     return [_test(each) for each in value]
 
 
+def require_language(tests: Sequence[CodeTest], language: LanguageSection) -> None:
+    """ValueError says, as the end of a sentence, which of `tests` cannot be run in `language`."""
+    if language.end is None and any(test.stdout is None for test in tests):
+        raise ValueError("code, which needs scorer.language.end")
+    if language.call is None and any(test.function for test in tests):
+        raise ValueError("calls of a function (fn_name), which need scorer.language.call")
+
+
 def _pairs(value: Mapping[str, Any]) -> list[dict[str, Any]]:
     inputs, outputs = value.get("inputs"), value.get("outputs")
-    if "fn_name" in value:
-        raise ValueError("calls of a function (fn_name); write them as code, such as assert f(1) == 2")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError("an object without lists inputs and outputs of one length")
     return [{"input": read, "output": written} for read, written in zip(inputs, outputs, strict=True)]
@@ -49,3 +62,17 @@ def _test(value: Any) -> CodeTest:
     if isinstance(value, Mapping) and isinstance(value.get("output"), str) and isinstance(value.get("input", ""), str):
         return CodeTest(stdin=value.get("input", ""), stdout=value["output"])
     raise ValueError(f"a test that is neither code nor texts of input and output: {str(value)[:100]}")
+
+
+def _call(function: Any, input: Any, output: Any) -> CodeTest:
+    """Arguments as a list beside the result itself, or as lines of JSON beside the result's JSON."""
+    if not isinstance(function, str) or not function.isidentifier():
+        raise ValueError(f"calls of {str(function)[:100]!r} (fn_name), which is no function's name")
+    try:
+        if isinstance(input, str):
+            input, output = [json.loads(line) for line in input.splitlines() if line.strip()], json.loads(output)
+    except (ValueError, TypeError, RecursionError):
+        raise ValueError(f"a call of {function} whose input or output is not JSON: {input[:100]}") from None
+    if not isinstance(input, list):
+        raise ValueError(f"a call of {function} whose input is no list of arguments: {str(input)[:100]}")
+    return CodeTest(stdin=json.dumps(input), stdout=json.dumps(output), function=function)

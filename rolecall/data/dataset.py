@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rolecall.data.code_tests import read_tests
+from rolecall.data.code_tests import read_tests, require_language
 from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError
 from rolecall.settings import (
@@ -235,9 +235,7 @@ def _check_instructions(metadata: Mapping[str, Any], where: str) -> None:
 def _check_tests(metadata: Mapping[str, Any], scorer: CodeScorer, where: str) -> None:
     """ConfigError when kind code could not run the prompt's tests."""
     try:
-        tests = read_tests(metadata.get(scorer.tests))
-        if scorer.language.end is None and any(test.stdout is None for test in tests):
-            raise ValueError("code, which needs scorer.language.end")
+        require_language(read_tests(metadata.get(scorer.tests)), scorer.language)
     except ValueError as error:
         raise ConfigError(
             f"{where}, field {scorer.tests!r}: {error}; write a list of tests, or leave the prompt to another "

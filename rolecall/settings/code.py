@@ -24,9 +24,16 @@ class LanguageSection(Section):
     """Statement that prints {token}, which ends a test that is code: a program that exits before does not pass. Absent:
     tests in this language are inputs and outputs alone.
     """
+    call: str | None = None
+    """Statements after the program that call {function} with the JSON array of arguments on standard input, and print
+    {token} and what it returned as JSON. Absent: tests in this language call no function.
+    """
 
 
-PYTHON = LanguageSection(file="main.py", run=("python3", "main.py"), end='print("{token}")')
+_CALL = """import json as _json, sys as _sys
+_function = getattr(Solution(), "{function}") if "Solution" in globals() else {function}
+print("\\n{token}" + _json.dumps(_function(*_json.load(_sys.stdin))))"""
+PYTHON = LanguageSection(file="main.py", run=("python3", "main.py"), end='print("{token}")', call=_CALL)
 """The default language."""
 
 
@@ -41,8 +48,8 @@ class CodeScorer(Section):
     """The scorer that this section chooses."""
     tests: str = "tests"
     """Field of a prompt's tests, a list: {input, output} for what the program reads and must write, text for code that
-    is appended to it and must reach its end. {inputs, outputs}, two lists, is the same as the first, and JSON of any
-    may stand in its place.
+    is appended to it and must reach its end. {inputs, outputs}, two lists, is the same as the first, with fn_name the
+    arguments and results of a function, and JSON of any may stand in its place.
     """
     partial: bool = False
     """The share of tests passed, in place of 1 or 0."""

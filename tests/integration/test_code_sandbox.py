@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from rolecall import sandbox as sandboxes
-from rolecall.data.code_tests import CodeTest
+from rolecall.data.code_tests import CodeTest, read_tests
 from rolecall.errors import ConfigError, ScorerUnavailableError, WorkerLostError
 from rolecall.sandbox import DISK_BYTES, Bare, Bubblewrap, Ran, Sandbox, sandbox_of
 from rolecall.settings import CodeScorer, LanguageSection, scorer_environment
@@ -351,6 +351,29 @@ def judge_of(kind: str, mark: str, **keys: Any) -> tuple[CodeJudge, Counted]:
     scorer = CodeScorer.model_validate({"sandbox": kind, "language": language, "timeout_s": GENEROUS_S, **keys})
     sandbox = Counted(sandbox_of(scorer))
     return CodeJudge(scorer, sandbox), sandbox
+
+
+@pytest.mark.parametrize(
+    ("program", "share"),
+    [
+        ("def twice(x, by=2): return x * by", 1.0),
+        ("class Solution:\n    def twice(self, x: int) -> int:\n        print('at', x)\n        return 2 * x", 1.0),
+        ("twice = lambda x: 6", 0.5),
+        ("twice = lambda x: (2 * x,)", 0.5),
+        ("twice = lambda x: {2 * x}", 0.0),
+        ("def thrice(x): return 3 * x", 0.0),
+        ("import sys\nprint(4)\nsys.exit()", 0.0),
+        ("import re\nprint(re.search('[0-9a-f]{32}', open('main.py').read())[0] + 'null')\nraise SystemExit", 0.0),
+        ("print(input())\ntwice = lambda x: 2 * x", 0.0),
+    ],
+    ids=["function", "method", "constant", "tuple", "no JSON", "no such name", "exit", "knows the word", "reads"],
+)
+def test_a_function_is_called_with_each_list_of_arguments_and_its_results_are_compared(
+    kind: str, program: str, share: float
+) -> None:
+    scorer = CodeScorer.model_validate({"sandbox": kind, "partial": True, "timeout_s": GENEROUS_S})
+    tests = read_tests({"fn_name": "twice", "inputs": [[3], ["ab"]], "outputs": [6, ["abab"]]})
+    assert CodeJudge(scorer, sandbox_of(scorer)).score(program, tests) == share
 
 
 async def test_a_program_that_somebody_else_kills_is_run_again(kind: str, mark: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rolecall.errors import ConfigError, ScorerUnavailableError
 from rolecall.sandbox import Ran
 from rolecall.settings import CodeScorer, DataSection, LanguageSection, RewardComponent, RewardSection
 from services.reward.scorers import code
-from services.reward.scorers.code import CodeJudge, program_of, same_output
+from services.reward.scorers.code import CodeJudge, program_of, same_output, same_result
 
 DOUBLE = "double"
 IN_AND_OUT = [CodeTest(stdin="2", stdout="4"), CodeTest(stdin="3", stdout="6"), CodeTest(stdin="4", stdout="9")]
@@ -94,6 +94,25 @@ def test_outputs_are_compared_without_the_ends_of_lines(output: str, expected: s
 
 
 @pytest.mark.parametrize(
+    ("result", "expected", "equal"),
+    [
+        ("[0, 1]", "[0, 1]", True),
+        ("3", "[3]", True),
+        ("[3]", "3", False),
+        ("[[3]]", "[3]", False),
+        ('"3"', "3", False),
+        ("true", "true", True),
+        ("", "null", False),
+        ("null and more", "null", False),
+        ("[" * 100_000, "1", False),
+        ("9" * 10_000, "1", False),
+    ],
+)
+def test_results_are_compared_as_values(result: str, expected: str, equal: bool) -> None:
+    assert same_result(result, expected) == equal
+
+
+@pytest.mark.parametrize(
     ("value", "tests"),
     [
         (["assert f(1) == 2"], [CodeTest(code="assert f(1) == 2")]),
@@ -101,6 +120,9 @@ def test_outputs_are_compared_without_the_ends_of_lines(output: str, expected: s
         ({"inputs": ["1"], "outputs": ["2"]}, [CodeTest("1", "2")]),
         ('{"inputs": ["1"], "outputs": ["2"]}', [CodeTest("1", "2")]),
         ('[{"input": "1", "output": "2", "testtype": "stdin"}]', [CodeTest("1", "2")]),
+        ({"fn_name": "f", "inputs": [[1, "a"]], "outputs": [[2]]}, [CodeTest('[1, "a"]', "[2]", function="f")]),
+        ({"fn_name": "f", "inputs": ['1\n"a"\n'], "outputs": ["[2]"]}, [CodeTest('[1, "a"]', "[2]", function="f")]),
+        ({"fn_name": None, "inputs": ["1"], "outputs": ["2"]}, [CodeTest("1", "2")]),
     ],
 )
 def test_tests_are_read_as_data_sets_write_them(value: object, tests: list[CodeTest]) -> None:
@@ -118,7 +140,11 @@ def test_tests_are_read_as_data_sets_write_them(value: object, tests: list[CodeT
         ([{"input": "1"}], "neither code nor texts"),
         ([{"input": 1, "output": "2"}], "neither code nor texts"),
         ({"inputs": ["1"], "outputs": []}, "of one length"),
-        ({"inputs": [[1]], "outputs": [[2]], "fn_name": "f"}, "fn_name"),
+        ({"inputs": [[1]], "outputs": [], "fn_name": "f"}, "of one length"),
+        ({"inputs": [[1]], "outputs": [2], "fn_name": "os.remove"}, "'os.remove' .*no function's name"),
+        ({"inputs": [1], "outputs": [2], "fn_name": "f"}, "no list of arguments: 1"),
+        ({"inputs": ["1\nx"], "outputs": ["2"], "fn_name": "f"}, "not JSON: 1"),
+        ({"inputs": ["1"], "outputs": [2], "fn_name": "f"}, "not JSON: 1"),
     ],
 )
 def test_what_is_no_test_is_named(value: object, words: str) -> None:
@@ -193,6 +219,12 @@ def test_an_item_has_more_time_than_its_program() -> None:
         ('"tests": ["assert f(1)"]', None, ""),
         ('"uid": "1"', None, "no list of tests"),
         ('"tests": ["assert f(1)"]', {"file": "a.cc", "run": ["./a"]}, r"needs scorer\.language\.end"),
+        ('"tests": {"fn_name": "f", "inputs": [[1]], "outputs": [2]}', None, ""),
+        (
+            '"tests": {"fn_name": "f", "inputs": [[1]], "outputs": [2]}',
+            {"file": "a.cc", "run": ["./a"]},
+            r"need scorer\.language\.call",
+        ),
     ],
 )
 def test_rows_without_tests_are_found_before_the_run(

@@ -1,9 +1,9 @@
 """Program against its tests, each run in a sandbox of its own: the share that pass.
 
 Reads the program from the response and decides what passes; how a program is kept in is the sandbox's business. What a
-program writes is compared outside of it, so it can pass a test of input and output only by writing what is right. A
-test that is code shares its process: it passes when it reached the end, which an early exit does not, but a program
-that sets out to can still deceive it.
+program writes, or its function returns, is compared outside of it, so it can pass a test of input and output, or of a
+call, only by knowing what is right. A test that is code shares its process: it passes when it reached the end, which an
+early exit does not, but a program that sets out to can still deceive it.
 
 A program that SIGKILL or SIGTERM ended is run a second time: nobody here sent it, and neither did its limits. Somebody
 outside may have, such as a service that frees memory. Or the program did so itself, and does so again.
@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from rolecall.data.code_tests import CodeTest
+from rolecall.data.code_tests import CodeTest, require_language
 from rolecall.errors import WorkerLostError
 from rolecall.sandbox import DISK_BYTES, Ran, Sandbox
 from rolecall.settings import CodeScorer, LanguageSection
@@ -57,6 +57,15 @@ def same_output(output: str, expected: str) -> bool:
     return ours == theirs
 
 
+def same_result(text: str, expected: str) -> bool:
+    """Whether the JSON `text` is that of `expected`, or of the one element of `expected`: data sets wrap results so."""
+    try:
+        result, right = json.loads(text), json.loads(expected)
+        return bool(result == right or (isinstance(right, list) and len(right) == 1 and result == right[0]))
+    except (ValueError, RecursionError):
+        return False
+
+
 class CodeJudge:
     """Scores programs by `scorer` in `sandbox`, each pair of program and tests once."""
 
@@ -70,11 +79,9 @@ class CodeJudge:
 
     def score(self, program: str, tests: Sequence[CodeTest]) -> float:
         """1.0 when `program` passes all `tests`, else 0.0; with `partial` the share. ScorerUnavailableError and
-        WorkerLostError as Sandbox.run: nothing is remembered then. ValueError when the tests are code and the language
-        has no `end`.
+        WorkerLostError as Sandbox.run: nothing is remembered then. ValueError as `require_language`.
         """
-        if self._scorer.language.end is None and any(test.stdout is None for test in tests):
-            raise ValueError("code, and scorer.language.end is not set; write tests of input and output")
+        require_language(tests, self._scorer.language)
         digest = hashlib.sha256(json.dumps([program, *map(asdict, tests)]).encode()).digest()
         if digest not in self._remembered:
             self._remembered[digest] = self._judge(program, tests)
@@ -119,6 +126,8 @@ class CodeJudge:
         if ran.status != 0:
             return False
         output = ran.output.decode(errors="replace")
+        if test.function:
+            return same_result(output.rpartition(token)[2].partition("\n")[0], expected)
         if test.stdout is None:
             return token in output  # the program may write before and after it
         return same_output(output, expected)
@@ -152,6 +161,10 @@ class _Time:
 
 
 def _source(program: str, test: CodeTest, language: LanguageSection, token: str) -> str:
-    if test.stdout is not None or language.end is None:
+    if test.function:
+        behind = (language.call or "").replace("{function}", test.function)
+    elif test.stdout is None:
+        behind = f"{test.code}\n{language.end}"
+    else:
         return program
-    return f"{program}\n{test.code}\n{language.end.replace('{token}', token)}\n"
+    return f"{program}\n{behind.replace('{token}', token)}\n"
