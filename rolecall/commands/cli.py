@@ -60,7 +60,9 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from rolecall.settings import load_settings
 
     if arguments.command in ("train", "check"):
-        settings = load_settings(arguments.config, overrides_from(rest, ("--recipe", "--resume")), arguments.recipe)
+        from rolecall.launcher.placed import load_unplaced
+
+        settings = load_unplaced(arguments.config, overrides_from(rest, ("--recipe", "--resume")), arguments.recipe)
         if arguments.command == "check":
             from rolecall.commands.check import check
 

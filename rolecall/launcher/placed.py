@@ -2,15 +2,17 @@
 roles.
 
 The resolved `config.yaml` no longer tells them from a user's own. They are nobody's once the run is over, so whoever
-starts other roles from that file leaves them out.
+starts other roles from that file, or the same ones again, leaves them out.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rolecall.config_file import load_tree
 from rolecall.disk import writing
-from rolecall.settings import AddressSection, RunSettings
+from rolecall.settings import AddressSection, RunSettings, from_environment, validated
 
 FILE = "placed.json"
 """File in run.dir."""
@@ -30,6 +32,13 @@ def note_placed(configured: RunSettings, resolved: RunSettings) -> None:
     path = resolved.run.dir / FILE
     with writing("write", path):
         path.write_text(json.dumps({**placed, "references": references}) + "\n")
+
+
+def load_unplaced(path: Path, overrides: Sequence[str], recipe: str | None) -> RunSettings:
+    """`load_settings` for whoever starts the roles, less the addresses that are noted beside the file."""
+    tree, given = load_tree(path, overrides, recipe)
+    from_environment(tree)
+    return validated(without_placed(tree, path.parent), path, given)
 
 
 def without_placed(tree: dict[str, Any], folder: Path) -> dict[str, Any]:

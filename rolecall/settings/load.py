@@ -31,9 +31,11 @@ def load_settings(path: Path, overrides: list[str] | None = None, recipe: str | 
     return _valid(RunSettings, tree, path, given)
 
 
-def validated(tree: dict[str, Any], path: Path) -> RunSettings:
-    """The settings that `tree` says, of the file at `path`. ConfigError, as of `load_settings`."""
-    return _valid(RunSettings, tree, path, "")
+def validated(tree: dict[str, Any], path: Path, given: str = "") -> RunSettings:
+    """The settings that `tree` says, of the file at `path` and what else was `given` (`load_tree`). ConfigError, as of
+    `load_settings`.
+    """
+    return _valid(RunSettings, tree, path, given)
 
 
 def load_sft_settings(path: Path, overrides: list[str] | None = None) -> SftSettings:
