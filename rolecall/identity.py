@@ -48,7 +48,7 @@ _OF_BOTH = (
     Fixed(
         "actor.lora",
         "the checkpoints hold these adapters",
-        lambda settings: settings.actor.lora and settings.actor.lora.model_dump(mode="json"),
+        lambda settings: settings.actor.lora and settings.actor.lora.as_kept(),
     ),
     Fixed("actor.optimizer.kind", "the checkpoints hold its state", lambda settings: settings.actor.optimizer.kind),
 )
@@ -119,7 +119,9 @@ def settle(settings: RunSettings | SftSettings) -> None:
     config = directory / "config.yaml"
     written = _in_tree(read_tree(config) if config.is_file() else {}, table)
     given = _in_tree(settings.model_dump(mode="json"), table)
-    plain = {name for name, value in given.items() if value == now[name]}  # compared as written; files are by contents
+    plain = {
+        name for name, value in given.items() if _same(now[name], value)
+    }  # compared as written; files are by contents
     in_dir, newest = kept(directory), newest_checkpoint(settings)
     befores = {
         f"the run in {directory}": in_dir,

@@ -18,6 +18,7 @@ from rolecall.commands.capacity import check_cache, check_capacity
 from rolecall.commands.explain import explain
 from rolecall.commands.footprint import memory_and_disk, store
 from rolecall.commands.preflight import NOTE, preflight
+from rolecall.data.adapter_files import check_start
 from rolecall.data.dataset import RawPrompt, load_prompts
 from rolecall.data.megatron_limits import check_megatron, require_installed
 from rolecall.data.mixture import check_cpu_routing, read_mixture
@@ -201,6 +202,9 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     also = settings.sampling.stop_token_ids
     check_trainable(path)
     _check_layout(settings, settings.actor, path, "model.path")
+    if settings.actor.lora is not None and settings.actor.lora.start is not None:
+        check_start(settings.actor.lora, path)
+        yield f"adapters: begin as those in {settings.actor.lora.start}"
     if settings.actor.moe is not None:
         check_routers(path)
         moe = settings.actor.moe

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+from rolecall.data.adapter_files import check_start
 from rolecall.data.model_files import (
     check_parallel,
     check_routers,
@@ -52,6 +53,7 @@ def require(settings: SftSettings) -> None:
         check_routers(path)
     if actor.lora is not None:
         num_adapter_parameters(path, actor.lora.rank, actor.lora.target_modules)
+        check_start(actor.lora, path)
     tokenizer = ChatTokenizer(path, settings.model.chat_template_kwargs)
     check_tokenizer(path, tokenizer.num_ids)
     end = end_of_response(path, tokenizer)

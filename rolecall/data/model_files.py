@@ -321,12 +321,12 @@ def _shapes(path: Path, setting: str) -> dict[str, list[int]]:
                 f"{setting} {path}: {index.name} names {missing[0]}, which is not there ({len(missing)} missing); "
                 "download the rest"
             )
-    return {name: shape for file in files for name, shape in _header(file).items()}
+    return {name: shape for file in files for name, shape in tensor_shapes(file).items()}
 
 
-def _header(path: Path) -> dict[str, list[int]]:
+def tensor_shapes(path: Path) -> dict[str, list[int]]:
     """Tensor shapes by name from a safetensors file: 8 bytes of little-endian length, then JSON, then the data that it
-    describes.
+    describes. ConfigError when it is none, or not whole.
     """
     try:
         size = path.stat().st_size

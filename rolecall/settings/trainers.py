@@ -4,7 +4,7 @@ library.
 
 from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, model_validator
 
 from rolecall.settings.section import ConfigPath, NonNegativeFloat, NonNegativeInt, Section, ServiceSection
 
@@ -162,6 +162,15 @@ class LoraSection(Section):
     """Names of the linear modules of the transformer blocks that get one; a model that lacks one of them is refused and
     those it has are listed.
     """
+    start: ConfigPath | None = None
+    """Folder of an adapter in peft's format that training begins with, such as `rolecall export` writes. Its rank,
+    alpha and modules must be those of this section. Absent: one that changes nothing. A run that goes on takes its
+    checkpoint's, and may leave this out.
+    """
+
+    def as_kept(self) -> dict[str, JsonValue]:
+        """Returns what a run and its checkpoints keep of the section: all that says what the adapters are."""
+        return self.model_dump(mode="json", exclude={"start"})
 
 
 class MoeSection(Section):

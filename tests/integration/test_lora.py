@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rolecall.checkpoint.storage import open_storage
@@ -95,6 +96,33 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
         )
 
 
+def test_training_begins_with_an_adapter_that_peft_wrote(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = make_rows(10)
+    drawn = {name: torch.randn_like(value) * 0.1 for name, value in weights_of(make_engine(models["tied"])).items()}
+    theirs = peft_model(models["tied"], LORA, drawn)
+    theirs.save_pretrained(tmp_path)
+    start = LORA.model_copy(update={"start": tmp_path})
+    engine = make_engine(models["tied"], section=start)
+    assert_same(weights_of(engine), drawn, atol=0.0)
+    frozen = FsdpEngine(EngineOptions(path=models["tied"], head="policy", dtype="float32", optimizer=None), device=CPU)
+    assert np.array_equal(logprobs_of(engine, rows, base=True), logprobs_of(frozen, rows))
+    losses, expected = train_peft(theirs, rows, 4)
+    outcomes = [train_step(engine, rows, token_budget=64, seed=step) for step in range(4)]
+    np.testing.assert_allclose([o["loss"] for o in outcomes], losses, rtol=1e-5)
+    assert_same(weights_of(engine), expected, atol=2e-4)
+
+
+def test_an_adapter_of_other_layers_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    theirs = peft_model(models["tied"], LORA, weights_of(make_engine(models["tied"])))
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / lora.ADAPTER)
+    save_file(
+        {name.replace("layers.1.", "layers.7."): tensor for name, tensor in tensors.items()}, tmp_path / lora.ADAPTER
+    )
+    with pytest.raises(ConfigError, match=r"actor\.lora\.start .*layers\.1\..* is missing"):
+        make_engine(models["tied"], section=LORA.model_copy(update={"start": tmp_path}))
+
+
 @pytest.mark.parametrize("kind", ["tied", "moe"])
 def test_adapters_train_like_pefts_own_model_with_adamw(models: dict[str, Path], kind: str) -> None:
     rows = make_rows(10)
@@ -172,6 +200,10 @@ def test_a_checkpoint_holds_adapters_alone_goes_on_bit_for_bit_and_exports_merge
             resumed, rows, token_budget=64, seed=step
         )
     assert_same(weights_of(resumed), weights_of(engine), atol=0)
+    begun = make_engine(models["tied"], section=LORA.model_copy(update={"start": model / "adapter"}))
+    checkpoint_rig.load(resumed, tmp_path / "saved")
+    assert_same(weights_of(begun), weights_of(resumed), atol=0)
+    checkpoint_rig.load(begun, tmp_path / "saved")  # of adapters that began otherwise
 
 
 def test_adapters_beside_another_base_or_of_another_scale_are_refused(models: dict[str, Path], tmp_path: Path) -> None:

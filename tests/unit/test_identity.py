@@ -128,6 +128,7 @@ def test_an_option_that_a_newer_release_adds_to_adapters_is_not_held_against_the
     kept["actor.lora"] = {"rank": 8}  # by a release whose adapters had no other option
     path.write_text(json.dumps(kept))
     settle(begin(actor={"lora": {"rank": 8}}))
+    settle(begin(actor={"lora": {"rank": 8, "start": "where/the/first/began"}}))
     with pytest.raises(ConfigError, match=r"another actor\.lora"):
         settle(begin(actor={"lora": {"rank": 16}}))
     with pytest.raises(ConfigError, match=r"another actor\.lora"):

@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 
 from rolecall.checkpoint.storage import Storage
 from rolecall.columns import TOPK_IDS
+from rolecall.data.adapter_files import check_start
 from rolecall.data.mixture import read_mixture
 from rolecall.data.model_files import check_parallel
 from rolecall.errors import ConfigError
@@ -45,6 +46,7 @@ from rolecall.training.model.huggingface import ModelFiles
 from rolecall.training.model.logprobs import Wanted
 from rolecall.training.model.lora import adapters_off, add_adapters, base_digest, is_adapter, peft_name
 from rolecall.training.model.packed_model import PackedModel, PolicyModel, build_model, layers
+from rolecall.training.model.parameters import ParameterFiles
 from rolecall.training.model.router_replay import check_followed, follow_routes
 from rolecall.training.model.tensor_parallel import split_tensors
 from rolecall.training.objective.routing import Routers
@@ -128,7 +130,9 @@ class FsdpEngine:
             ActivationOffload(layers(self._model), Copies(device)) if options.activation_offload else None
         )
         with self._memory.phase("load"):
-            load_model(self._model, options.path, device=device, seed=options.seed, progressed=progressed)
+            start = options.lora.start if options.lora is not None else None
+            files = ParameterFiles(self._model, options.path, options.seed, start)
+            load_model(self._model, files, device=device, progressed=progressed)
         self._model.train(trained)
         if options.optimizer is not None:
             self._optimizer = Optimizer(self._model, options.optimizer)
@@ -343,7 +347,7 @@ class FsdpEngine:
             counters={"num_updates": self.num_updates, "num_skipped": self.num_skipped},
             notes={
                 "head": options.head,
-                "lora": options.lora and options.lora.model_dump(mode="json"),
+                "lora": options.lora and options.lora.as_kept(),
                 "base": self._base,
             },
             dtype=options.dtype,
@@ -382,6 +386,8 @@ class FsdpEngine:
 def _build(options: EngineOptions) -> PackedModel:
     """Builds the model on the meta device: in float32 where it trains, else in the type it computes in."""
     check_parallel(options.path, options.parallel)
+    if options.lora is not None:
+        check_start(options.lora, options.path)
     trains = options.optimizer is not None and options.lora is None
     model = build_model(options.path, options.head, torch.float32 if trains else DTYPES[options.dtype])
     if isinstance(model, PolicyModel):

@@ -1,7 +1,6 @@
 """Filling a sharded model from a model directory: every rank reads only the part it keeps."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -12,15 +11,14 @@ from rolecall.training.model.parameters import ParameterFiles
 
 
 def load_model(
-    model: PackedModel, path: Path, *, device: torch.device, seed: int, progressed: Callable[[], None]
+    model: PackedModel, files: ParameterFiles, *, device: torch.device, progressed: Callable[[], None]
 ) -> None:
     """Gives storage on `device` to a sharded model on the meta device and reads its parameters. ConfigError as of
-    ParameterFiles.
+    ParameterFiles.part.
     """
     model.to_empty(device=device)
     model.hf.tie_weights()
     fill_buffers(model)
-    files = ParameterFiles(model, path, seed)
     with torch.no_grad():
         for own_name, parameter in model.hf.named_parameters():
             part = files.part(checkpoint_name(own_name), parameter.shape, Box.of(parameter))

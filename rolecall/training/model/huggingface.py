@@ -28,17 +28,17 @@ _PART = "part-{:05d}.safetensors"
 class ModelFiles:
     """The weights of a model directory, by name."""
 
-    def __init__(self, path: Path) -> None:
-        """ConfigError when `path` holds no safetensors."""
+    def __init__(self, path: Path, single: str = SINGLE) -> None:
+        """`single` names the file of weights where there is no index. ConfigError when `path` holds neither."""
         self.path = path
         if (path / INDEX).is_file():
             weight_map: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
             self._files = {name: path / file for name, file in weight_map.items()}
-        elif (path / SINGLE).is_file():
-            with safe_open(path / SINGLE, framework="pt") as file:
-                self._files = dict.fromkeys(file.keys(), path / SINGLE)
+        elif (path / single).is_file():
+            with safe_open(path / single, framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), path / single)
         else:
-            raise ConfigError(f"{path} has neither {SINGLE} nor {INDEX}; convert the model to safetensors")
+            raise ConfigError(f"{path} has neither {single} nor {INDEX}; convert the model to safetensors")
 
     def __contains__(self, name: str) -> bool:
         return name in self._files

@@ -30,6 +30,8 @@ from rolecall.training.model.huggingface import ModelFiles
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+ADAPTER = "adapter_model.safetensors"
+"""File of an adapter's tensors in a directory of peft's format."""
 _BASE = ".base_layer."
 """What peft puts into the name of a weight that got an adapter."""
 _DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"
@@ -122,7 +124,7 @@ def write_adapter(
     """
     with writing("export the adapter to", path):
         path.mkdir(parents=True, exist_ok=True)
-        num_bytes = write_tensors(path / "adapter_model.safetensors", dict(tensors), {"format": "pt"}, progressed)
+        num_bytes = write_tensors(path / ADAPTER, dict(tensors), {"format": "pt"}, progressed)
         modules = list(section.target_modules)
         config = {
             **_peft_config(section, modules).to_dict(),

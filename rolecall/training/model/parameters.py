@@ -1,4 +1,5 @@
-"""The parameters of a model in its directory, part by part: a rank reads what it keeps and nothing else.
+"""The parameters of a model in its directory, and of an adapter in its own, part by part: a rank reads what it keeps
+and nothing else.
 
 Of fused experts (conversion.py) that is the experts it keeps; what transformers fuses in other ways is read whole, one
 parameter at a time.
@@ -14,7 +15,7 @@ from rolecall.errors import ConfigError
 from rolecall.training.model.box import Box
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.huggingface import ModelFiles
-from rolecall.training.model.lora import checkpoint_name, is_adapter, new_adapter
+from rolecall.training.model.lora import ADAPTER, checkpoint_name, is_adapter, new_adapter, peft_name
 from rolecall.training.model.packed_model import VALUE_HEAD, PackedModel
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -25,13 +26,16 @@ _DERIVED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
 class ParameterFiles:
     """The parameters of one model, by transformers' names."""
 
-    def __init__(self, model: PackedModel, path: Path, seed: int) -> None:
-        """ConfigError when the directory holds a tensor that has no place in `model`. Adapters, and a value head
-        that it lacks, are made new from `seed`.
+    def __init__(self, model: PackedModel, path: Path, seed: int, adapter: Path | None = None) -> None:
+        """ConfigError when a directory holds a tensor that has no place in `model`. A value head that `path` lacks,
+        and adapters where no directory of peft's format is given, are made new from `seed`.
         """
         self._path, self._seed = path, seed
         self._files, self._conversion = ModelFiles(path), Conversion(model.hf)
         _check_all_known(model, self._files, self._conversion)
+        self._adapter = None if adapter is None else ModelFiles(adapter, ADAPTER)
+        if self._adapter is not None:
+            _check_adapter(model, self._adapter)
 
     def part(self, name: str, shape: torch.Size, box: Box) -> torch.Tensor:
         """Reads `box` of the parameter `name`, whose full shape is `shape`: on the CPU, in the file's dtype.
@@ -44,6 +48,10 @@ class ParameterFiles:
             part = files.part(name, box.slices)
         elif name.startswith(VALUE_HEAD):
             part = _new_head(name, shape, self._seed)[box.slices]
+        elif is_adapter(name) and self._adapter is not None:
+            path, stored = self._adapter.path, peft_name(name)
+            _check_shape(path, stored, self._adapter.shape(stored), shape)
+            part = self._adapter.part(stored, box.slices)
         elif is_adapter(name):
             part = new_adapter(name, shape, self._seed)[box.slices]
         else:
@@ -85,6 +93,17 @@ def _check_all_known(model: PackedModel, files: ModelFiles, conversion: Conversi
             f"{files.path}: {len(unknown)} tensors have no place in the {type(model.hf).__name__} that its "
             f"config.json describes, {unknown[0]!r} the first; "
             "use matching files"
+        )
+
+
+def _check_adapter(model: PackedModel, files: ModelFiles) -> None:
+    expected = {peft_name(name) for name, _ in model.hf.named_parameters() if is_adapter(name)}
+    wrong = sorted(expected ^ set(files))
+    if wrong:
+        raise ConfigError(
+            f"actor.lora.start {files.path} is no adapter of {type(model.hf).__name__} at actor.lora.target_modules: "
+            f"{wrong[0]!r} is {'missing' if wrong[0] in expected else 'too many'} ({len(wrong)} in all); name the "
+            "modules that it has, or another adapter"
         )
 
 

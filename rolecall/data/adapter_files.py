@@ -1,0 +1,52 @@
+"""An adapter in peft's format, as far as JSON and a safetensors header tell: whether it is one that `actor.lora` can
+begin with. No torch.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from rolecall.data.json_text import parse_json
+from rolecall.data.model_files import num_adapter_parameters, tensor_shapes
+from rolecall.errors import ConfigError
+from rolecall.settings import LoraSection
+
+_PLAIN = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
+"""Keys of adapter_config.json that say, unless they are false or empty, that the adapter is computed otherwise."""
+
+
+def check_start(section: LoraSection, model: Path) -> None:
+    """ConfigError when `start`, where it is given, is no adapter like `section` beside the model directory `model`."""
+    if section.start is None:
+        return
+    where = f"actor.lora.start {section.start}"
+    try:
+        config = parse_json((section.start / "adapter_config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{where} is no adapter in peft's format ({error}); rolecall export writes one to the folder `adapter`"
+        ) from error
+    for key in _PLAIN:
+        if config.get(key):
+            raise ConfigError(f"{where}: adapter_config.json sets {key}, which is not computed here; merge it instead")
+    if config.get("bias", "none") != "none":
+        raise ConfigError(f"{where}: adapter_config.json sets bias, which is not trained here; merge it instead")
+    shapes = tensor_shapes(section.start / "adapter_model.safetensors")
+    modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in shapes}
+    _require(where, "rank", config.get("r"), section.rank)
+    _require(where, "alpha", config.get("lora_alpha"), section.alpha)
+    _require(where, "target_modules", sorted(modules), sorted(section.target_modules))
+    size = sum(map(math.prod, shapes.values()))
+    expected = num_adapter_parameters(model, section.rank, section.target_modules)
+    if size != expected:
+        raise ConfigError(
+            f"{where} has {size:,} numbers, and adapters beside model.path {model} have {expected:,}; name the adapter "
+            "of this model"
+        )
+
+
+def _require(where: str, name: str, found: Any, given: Any) -> None:
+    if found != given:
+        raise ConfigError(f"{where} has {name} {found}, actor.lora.{name} is {given}; write the adapter's")
