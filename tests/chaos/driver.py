@@ -74,7 +74,7 @@ class Plan:
     lease_s: float
     hang_s: float = 60.0
     """Longest time without progress."""
-    start_s: float = 90.0
+    start_s: float = 200.0
     """For the first step."""
     package: str = LIGHT
     max_down: int = 3

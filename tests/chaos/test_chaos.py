@@ -34,7 +34,7 @@ def short_path() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("seed", "max_staleness"),
     [
@@ -60,12 +60,12 @@ def test_kills_stops_and_cuts_lose_nothing_train_nothing_twice_and_change_no_wei
 
 
 @pytest.mark.thorough("test_kills_stops_and_cuts_lose_nothing_train_nothing_twice_and_change_no_weight")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_an_actor_that_forgets_its_weights_is_caught(short_path: Path) -> None:
     config = write_config(short_path, seed=0, num_steps=1_000_000, max_staleness=0, lease_s=2.0, hang_s=6.0)
     (short_path / AMNESIA).touch()
     faults = (Fault(number, "actor", Kind.KILL, "actor", RANDOM, 0.5) for number in itertools.count())
-    driver = Driver(Plan(short_path, config, WORKERS, faults, num_kills=20, lease_s=2.0, hang_s=30.0))
+    driver = Driver(Plan(short_path, config, WORKERS, faults, num_kills=20, lease_s=2.0, hang_s=150.0))
     with pytest.raises(AssertionError, match="actor: "):
         asyncio.run(driver.run())
     assert any(
