@@ -43,6 +43,7 @@ from rolecall.settings.algorithm.shaping import CurriculumSection, FiltersSectio
 from rolecall.settings.code import CodeScorer, LanguageSection
 from rolecall.settings.data import (
     DataSection,
+    Dtype,
     EvaluationSection,
     EvaluationSet,
     JobSection,
@@ -160,6 +161,7 @@ __all__ = [
     "DistillationSection",
     "DppoLoss",
     "DroLoss",
+    "Dtype",
     "EntropySection",
     "EnvironmentSection",
     "EvaluationSection",

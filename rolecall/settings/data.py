@@ -1,6 +1,6 @@
 """Sections of what is trained on what: the run, the model, prompts, sampling and held-out evaluation."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, JsonValue, PositiveFloat, PositiveInt
 
@@ -13,6 +13,9 @@ from rolecall.settings.section import (
     Section,
     UnitFloat,
 )
+
+Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+"""Types that models compute in."""
 
 
 class JobSection(Section):
@@ -66,8 +69,11 @@ class ModelSection(Section):
 
     path: ConfigPath
     """Hugging Face model directory (config.json, *.safetensors, tokenizer with a chat template)."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type that weights are computed in and published in. The optimizer's master weights are float32."""
+    dtype: Dtype = "bfloat16"
+    """Type that weights are computed in and published in. The optimizer's master weights are float32. float16
+    rounds eight times more finely than bfloat16, which brings sampler and trainer together (Qi et al. 2025,
+    arXiv:2510.26788); it is for models whose activations stay below 65,504.
+    """
     head_dtype: Literal["model", "float32"] = "model"
     """Type that logits are computed in, by trainers, references and rollouts alike. `float32`: the output layer's
     products of bfloat16 weights and hidden states are not rounded, by up to 0.06 on logits from 16 on, at the price of

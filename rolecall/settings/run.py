@@ -31,7 +31,14 @@ from rolecall.settings.services import (
     WeightBackend,
     WeightsSection,
 )
-from rolecall.settings.trainers import ActorSection, CriticSection, ReferenceSection, TrainerSection, check_backend
+from rolecall.settings.trainers import (
+    ActorSection,
+    CriticSection,
+    ReferenceSection,
+    TrainerSection,
+    check_backend,
+    check_dtype,
+)
 
 
 class RunSettings(Section):
@@ -202,6 +209,7 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _backend_has_every_layout(self) -> Self:
+        check_dtype(self.actor, self.model.dtype)
         if self.critic is not None:
             check_backend(self.actor, self.critic.parallel, "critic.parallel")
         for name, section in self.references.items():

@@ -206,7 +206,7 @@ class WeightsSection(Section):
     """
     probe_tolerance: PositiveFloat | None = None
     """Nats by which the probe's logprobs may differ: at every token in float32, absent: 1e-4; at 90% of them in
-    bfloat16, absent: four times the actor's own noise.
+    16 bits, absent: four times the actor's own noise.
     """
 
     def meeting_timeout_s(self, num_ranks: int) -> float:

@@ -9,7 +9,7 @@ from pydantic import PositiveInt, model_validator
 from rolecall.settings.data import JobSection, ModelSection
 from rolecall.settings.section import ConfigPath, DataFiles, NonNegativeInt, Section
 from rolecall.settings.services import TelemetrySection, TrackersSection
-from rolecall.settings.trainers import ActorSection
+from rolecall.settings.trainers import ActorSection, check_dtype
 
 
 class SftRunSection(JobSection):
@@ -78,6 +78,7 @@ class SftSettings(Section):
 
     @model_validator(mode="after")
     def _longest_example_fits(self) -> Self:
+        check_dtype(self.actor, self.model.dtype)
         if self.actor.token_budget < self.data.max_tokens:
             raise ValueError(
                 f"actor.token_budget {self.actor.token_budget} is less than data.max_tokens {self.data.max_tokens}; "

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, model_validator
 
+from rolecall.settings.data import Dtype
 from rolecall.settings.section import ConfigPath, NonNegativeFloat, NonNegativeInt, Section, ServiceSection
 
 TrainingBackend: TypeAlias = Literal["fsdp", "megatron"]
@@ -280,6 +281,14 @@ class ActorSection(TrainerSection):
                 "num_ranks, which shards them"
             )
         return self
+
+
+def check_dtype(actor: ActorSection, dtype: Dtype) -> None:
+    """Raises ValueError when the back end does not train a model in `dtype`."""
+    if actor.backend == "megatron" and dtype == "float16":
+        raise ValueError(
+            "model.dtype float16 is not there with actor.backend megatron; set bfloat16, or use backend fsdp"
+        )
 
 
 def check_backend(actor: ActorSection, parallel: LayoutSection, setting: str) -> None:

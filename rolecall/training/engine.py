@@ -18,7 +18,7 @@ from rolecall.algorithms.aggregation import sequence_index
 from rolecall.algorithms.losses.router import Routing
 from rolecall.checkpoint.manifest import StoredFile
 from rolecall.checkpoint.storage import Storage
-from rolecall.settings import LoraSection
+from rolecall.settings import Dtype, LoraSection
 from rolecall.telemetry import Metrics
 from rolecall.training.account.flops import ModelFlops
 from rolecall.training.model.logprobs import Wanted
@@ -129,6 +129,10 @@ class StepOutcome:
     """Rate that was (or would have been) applied."""
     applied: bool
     """False when the gradient was not finite: nothing was changed but the count of skipped steps."""
+    again: bool = False
+    """Whether the same mini-batch has to be computed once more, at a lower loss scale: nothing else was changed."""
+    loss_scale: float | None = None
+    """The number that the loss was multiplied by; where the model computes in float16."""
     num_bytes_kept: int = 0
     """Bytes of whole parameters that stayed on this rank from pass to pass, beside the part that it keeps."""
 
@@ -223,7 +227,7 @@ class SavedModel(Protocol):
 
     head: Head
     """What the model says of each token."""
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype
     """The type that the run computed in."""
     lora: LoraSection | None
     """The adapters' section where the checkpoint holds adapters alone; None: it holds every parameter."""

@@ -4,14 +4,13 @@ process, not to the model.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-from rolecall.settings import LoraSection, MegatronSection, OptimizerSection, ParallelSection
+from rolecall.settings import Dtype, LoraSection, MegatronSection, OptimizerSection, ParallelSection
 from rolecall.training.model.packed_model import Head
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """torch's own of the settings' names."""
 
 
@@ -23,7 +22,7 @@ class EngineOptions:
     """Model directory."""
     head: Head
     """What the model says of each token."""
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype
     """Type of computing and publishing."""
     float32_logits: bool = False
     """Keep the output layer's products in float32 also where `dtype` is less (model.head_dtype)."""

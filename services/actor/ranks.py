@@ -140,8 +140,8 @@ class ActorRanks(TrainerRanks):
             return None
         row: dict[str, Array] = {"token_ids": token_ids, "response_mask": np.ones(token_ids.shape, np.uint8)}
         microbatch = pack([row] if self.group.slot == 0 else [], (), temperature=1.0, device=self.context.device)
-        # Once more in bfloat16, so that whoever compares knows how far rounding alone takes two right engines apart.
-        passes = (False, True) if self._settings.model.dtype == "bfloat16" else (False,)
+        # Once more in 16 bits, so that whoever compares knows how far rounding alone takes two right engines apart.
+        passes = (False, True) if self._settings.model.dtype != "float32" else (False,)
         logprobs = [self._logprobs(microbatch, plain) for plain in passes]
         if not self.group.is_leader:
             return None

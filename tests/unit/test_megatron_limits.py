@@ -152,18 +152,28 @@ def test_a_layout_that_the_model_does_not_fit_is_told(
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ("lora={}", "lora is not there with backend megatron; leave it out, or use backend fsdp"),
-        ("optimizer.kind=muon", "optimizer.kind muon is not there with backend megatron; set adamw, or use"),
-        ("activation_offload=true", "activation_offload is not there with backend megatron; set gradient_checkpoint"),
-        ("parallel.keep_gathered=true", "parallel.keep_gathered is not there with backend megatron; leave it out, or"),
-        ("parallel.reduce_dtype=bfloat16", "parallel.reduce_dtype bfloat16 is not there with backend megatron; set f"),
+        ("actor.lora={}", "lora is not there with backend megatron; leave it out, or use backend fsdp"),
+        ("actor.optimizer.kind=muon", "optimizer.kind muon is not there with backend megatron; set adamw, or use"),
+        (
+            "actor.activation_offload=true",
+            "activation_offload is not there with backend megatron; set gradient_checkpoint",
+        ),
+        (
+            "actor.parallel.keep_gathered=true",
+            "parallel.keep_gathered is not there with backend megatron; leave it out, or",
+        ),
+        (
+            "actor.parallel.reduce_dtype=bfloat16",
+            "parallel.reduce_dtype bfloat16 is not there with backend megatron; set f",
+        ),
+        ("model.dtype=float16", "model.dtype float16 is not there with actor.backend megatron; set bfloat16, or use"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_a_setting_that_only_the_other_back_end_has_is_told(
     config: Path, setting: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*described(config, MIXTURE), f"--actor.{setting}"]) == 2
+    assert main([*described(config, MIXTURE), f"--{setting}"]) == 2
     streams = capsys.readouterr()
     assert told in streams.out + streams.err
 

@@ -37,14 +37,14 @@ _PEAK_TFLOPS: dict[str, tuple[float, float]] = {
     "NVIDIA B200": (2250.0, 75.0),  # blackwell-datasheet: HGX B200
     "NVIDIA GB200": (2500.0, 80.0),  # blackwell-datasheet: GB200 NVL72, one of its GPUs
 }
-"""(bfloat16 on tensor cores, float32 without them, as torch multiplies float32 by default), in TFLOP/s."""
+"""(bfloat16 or float16 on tensor cores, float32 without them, as torch multiplies float32 by default), in TFLOP/s."""
 
 
 def peak_flops(device_name: str | None, dtype: torch.dtype) -> float | None:
     """FLOP/s of matrix multiplications in `dtype` on the device of this name (None: it has none). None when it is not
     known.
     """
-    if device_name not in _PEAK_TFLOPS or dtype not in (torch.bfloat16, torch.float32):
+    if device_name not in _PEAK_TFLOPS or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
     half, single = _PEAK_TFLOPS[device_name]
-    return _TERA * (half if dtype == torch.bfloat16 else single)
+    return _TERA * (single if dtype == torch.float32 else half)

@@ -8,11 +8,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from rolecall.checkpoint.manifest import Committed, RunCheckpoints, read_committed
 from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import CheckpointMissingError, ConfigError, RoleCallError, print_error
-from rolecall.settings import run_section_of
+from rolecall.settings import Dtype, run_section_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,9 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to; new or empty")
     parser.add_argument("--role", choices=["actor", "critic"], default="actor", help="whose model (actor)")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="of the weights; absent: what the run computed in"
-    )
+    parser.add_argument("--dtype", choices=get_args(Dtype), help="of the weights; absent: what the run computed in")
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="where the run's model.path is now; only adapters need it"
     )

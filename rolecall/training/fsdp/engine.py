@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from rolecall.checkpoint.storage import Storage
@@ -66,6 +67,7 @@ from rolecall.training.serving.hooks import nothing
 from rolecall.training.state import checkpoint
 from rolecall.training.state.host_copies import HostCopies
 from rolecall.training.state.learning_rate import learning_rate
+from rolecall.training.state.loss_scale import LossScale
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +106,8 @@ class FsdpEngine:
         self._snapshot: checkpoint.Snapshot | None = None
         self.num_updates = 0
         self.num_skipped = 0
+        self._scale = LossScale() if options.dtype == "float16" and options.optimizer is not None else None
+        self._num_infinite = torch.zeros((), device=device)
         trained = options.optimizer is not None
         seed_rank(options.seed, self.layout.data_rank)
         self._model = _build(options)
@@ -176,6 +180,9 @@ class FsdpEngine:
                     metrics.merge(part)
                 else:
                     value = zero_of(outputs)
+            if self._scale is not None:
+                self._num_infinite += ~torch.isfinite(value.detach())
+                value = value * self._scale.value
             with self._memory.phase("backward"):
                 value.backward()  # type: ignore[no-untyped-call]
             self._progress.mark()
@@ -189,25 +196,38 @@ class FsdpEngine:
         self._shards.release()
         self.onload()
         had_moments = self.num_updates > 0  # else the passes before were measured without them
-        norm = gradient_norm(self._model.parameters(), self.layout)
+        scale = self._scale.value if self._scale is not None else 1.0
+        norm = gradient_norm(self._model.parameters(), self.layout) / scale
         rate = learning_rate(section, self.num_updates, self._options.total_steps)
         applied = bool(torch.isfinite(norm))
+        again = False
         if applied:
-            clip_gradients(self._model.parameters(), norm, section.max_grad_norm)
+            clip_gradients(self._model.parameters(), norm, section.max_grad_norm, scale)
             self._settle()
             with self._memory.phase("optimizer"):
                 self._optimizer.step(rate)
             self.num_updates += 1
+            if self._scale is not None:
+                self._scale.applied()
+        elif self._scale is not None and self._losses_were_finite() and self._scale.overflowed():
+            again = True
+            logger.info("gradient norm is %s: computed again at a loss scale of %g", float(norm), self._scale.value)
         else:
             self.num_skipped += 1
             logger.warning("gradient norm is %s: optimizer step skipped, %s so far", float(norm), self.num_skipped)
+        self._num_infinite.zero_()
         self._optimizer.zero_grad()
         self._progress.mark()
         self._store_moments()
         kept = self._shards.num_bytes_kept
         if had_moments:
             self._shards.choose(self._held_bytes)
-        return StepOutcome(float(norm), rate, applied, kept)
+        return StepOutcome(float(norm), rate, applied, again, None if self._scale is None else scale, kept)
+
+    def _losses_were_finite(self) -> bool:
+        """Whether those of all ranks were since the last step; a collective."""
+        dist.all_reduce(self._num_infinite, group=self.layout.group)
+        return float(self._num_infinite) == 0
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """TrainingEngine.named_weights. A tensor may share the engine's memory: use it before the next call, do not
@@ -244,6 +264,8 @@ class FsdpEngine:
             storage, self._state(), self.device, self.layout.rank, self.layout.world_size, self._progressed
         )
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
+        if self._scale is not None:
+            self._scale.restore(counters)
         self._store_moments()
 
     def offload(self, *parts: StatePart) -> None:
@@ -344,7 +366,11 @@ class FsdpEngine:
         return checkpoint.State(
             parts=self._parts,
             prepare=self._optimizer.prepare if self._optimizer is not None else lambda num_updates: None,
-            counters={"num_updates": self.num_updates, "num_skipped": self.num_skipped},
+            counters={
+                "num_updates": self.num_updates,
+                "num_skipped": self.num_skipped,
+                **(self._scale.counters() if self._scale is not None else {}),
+            },
             notes={
                 "head": options.head,
                 "lora": options.lora and options.lora.as_kept(),

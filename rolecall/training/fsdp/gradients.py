@@ -28,9 +28,13 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter], layout: Layout) -> t
     return squares.sqrt()
 
 
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scales the gradients, whose norm is `norm`, down to `max_norm`. Not a collective."""
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+def clip_gradients(
+    parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, max_norm: float, loss_scale: float = 1.0
+) -> None:
+    """Divides the gradients by `loss_scale` and scales them, whose norm then is `norm`, down to `max_norm`. Not a
+    collective.
+    """
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale
     local = [local_part(gradient) for gradient in _gradients(parameters)]
     if local:
         torch._foreach_mul_(local, scale.to(local[0].dtype))

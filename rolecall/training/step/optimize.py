@@ -82,10 +82,13 @@ def optimize(
         metrics, skipped = Metrics(), 0
         for _ in range(num_epochs):
             for minibatch in share.minibatches:
-                loss = _counting(objective(minibatch), counter)
+                loss = objective(minibatch)
                 with context.recorder.update(len(minibatch.microbatches)):
-                    metrics.merge(context.engine.forward_backward(minibatch.microbatches, loss, entropy=entropy))
-                    outcome = context.engine.step()
+                    counted = _counting(loss, counter)
+                    part = context.engine.forward_backward(minibatch.microbatches, counted, entropy=entropy)
+                    while (outcome := context.engine.step()).again:
+                        part = context.engine.forward_backward(minibatch.microbatches, loss, entropy=entropy)
+                    metrics.merge(part)
                 skipped += not outcome.applied
                 if context.group.is_leader and outcome.applied:
                     metrics.mean(f"{role}/grad_norm", outcome.grad_norm)
@@ -93,6 +96,8 @@ def optimize(
                 if context.group.is_leader:
                     metrics.mean(f"{role}/learning_rate", outcome.learning_rate)
                     metrics.max(f"{role}/gathered_bytes", outcome.num_bytes_kept)
+                if context.group.is_leader and outcome.loss_scale is not None:
+                    metrics.mean(f"{role}/loss_scale", outcome.loss_scale)
         if context.group.is_leader:
             metrics.sum(f"{role}/skipped_steps", skipped)
         return metrics, skipped

@@ -3,7 +3,7 @@
 Fingerprints and coverage say that the tensors arrived. The probe says that the engine computes with them: the actor's
 logprobs against the rollout's, and the rollout's decode steps against its own prefill.
 
-In float32 two right engines agree to 1e-5. In bfloat16 they differ by rounding, which grows with the model's depth and
+In float32 two right engines agree to 1e-5. In 16 bits they differ by rounding, which grows with the model's depth and
 with the spread of its logits, so the bound is derived: the actor computes the probe once more with other kernels of its
 own, and a rollout may be NOISE_FACTOR times as far away as the actor is from itself.
 """
@@ -22,12 +22,12 @@ NUM_DECODED = 4
 EXACT_BOUND = 1e-4
 """Most that a logprob may differ by in float32."""
 NOISE_FACTOR = 4.0
-"""How many times the actor's own noise two engines may differ by in bfloat16; vLLM on CPUs is 1.2 to 1.4 times as far.
+"""How many times the actor's own noise two engines may differ by in 16 bits; vLLM on CPUs is 1.2 to 1.4 times as far.
 """
 LEAST_BOUND, MOST_BOUND = 0.05, 1.0
 """Nats: below it small models differ that are right, above it no model is right whatever its own noise."""
 QUANTILES = (0.5, 0.9)
-"""Quantiles of the differences in bfloat16, each against that of the noise; single tokens may be further off."""
+"""Quantiles of the differences in 16 bits, each against that of the noise; single tokens may be further off."""
 
 
 def make_probe(settings: RunSettings, prompts: PromptSequence) -> weights_pb2.Probe:
@@ -52,8 +52,8 @@ def difference(
 ) -> str | None:
     """Says what is wrong with a receiver's report; None when nothing is.
 
-    `exact`: float32 weights; else bfloat16. `tolerance` replaces the bound: on every token in float32, on the quantiles
-    in bfloat16.
+    `exact`: float32 weights; else those of 16 bits. `tolerance` replaces the bound: on every token in float32, on the
+    quantiles in 16 bits.
     """
     theirs = {item.name: item.value for item in received.fingerprints}
     ours = {item.name: item.value for item in sent.fingerprints}

@@ -71,6 +71,25 @@ async def test_a_sealed_step_is_applied_and_its_metrics_are_told(
     assert metrics["actor/tokens"] == sum(row.num_tokens for row in batch.rows)
 
 
+async def test_a_step_in_float16_is_that_of_float32_and_counts_what_was_computed_again_once(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
+    batch = batches.sealed(0)
+    metrics = {}
+    for dtype in ("float32", "float16"):
+        run = make_run(algorithm={"groups_per_batch": 4, "num_minibatches": 2, "aggregation": "token_sum"})
+        run = run.model_copy(update={"model": run.model.model_copy(update={"dtype": dtype})})
+        async with served_actor(run, store) as (rig, actor):
+            result = await train(actor, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest))
+            metrics[dtype] = values_of(result)
+            assert rig.engine.context.engine.num_updates == 2
+    assert metrics["float16"].pop("actor/loss_scale") < 2.0**16, "nothing was too large"
+    assert metrics["float16"].keys() == metrics["float32"].keys()
+    for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/tokens"):
+        assert metrics["float16"][name] == pytest.approx(metrics["float32"][name], rel=0.02), name
+    assert metrics["float16"]["actor/skipped_steps"] == 0
+
+
 async def test_a_repeated_step_answers_with_its_record_and_changes_nothing(
     store: StoreUnderTest, make_run: MakeRun, batches: Batches
 ) -> None:
