@@ -3,6 +3,8 @@
 import hashlib
 from pathlib import Path
 
+import torch.distributed as dist
+
 from rolecall.checkpoint.manifest import StoredFile
 from rolecall.checkpoint.storage import open_storage
 from rolecall.training.engine import EngineState
@@ -11,8 +13,10 @@ from rolecall.training.ranks.command_group import CommandGroup
 
 
 def save(engine: EngineState, path: Path) -> tuple[StoredFile, ...]:
-    """Writes the engine's state to `path`; a collective. What was written, on rank 0."""
-    return engine.snapshot().write(open_storage(str(path)), CommandGroup.of_default(), {})
+    """Writes the engine's state to `path`; a collective, after which all of it is there. What was written, on rank 0."""
+    files = engine.snapshot().write(open_storage(str(path)), CommandGroup.of_default(), {})
+    dist.barrier()
+    return files
 
 
 def load(engine: EngineState, path: Path) -> None:

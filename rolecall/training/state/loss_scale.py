@@ -8,7 +8,7 @@ again, which costs a pass and no update; it is doubled after so many updates wit
 from collections.abc import Mapping
 
 _EXPONENT = 16
-"""Of the first scale."""
+"""The first scale's."""
 _NUM_UPDATES = 400
 """Updates until it is doubled."""
 
