@@ -13,7 +13,7 @@ from rolecall.training.ranks.command_group import CommandGroup
 
 
 def save(engine: EngineState, path: Path) -> tuple[StoredFile, ...]:
-    """Writes the engine's state to `path`; a collective, after which all of it is there. What was written, on rank 0."""
+    """Writes the engine's state to `path`; a collective, after which it is whole. What was written, on rank 0."""
     files = engine.snapshot().write(open_storage(str(path)), CommandGroup.of_default(), {})
     dist.barrier()
     return files

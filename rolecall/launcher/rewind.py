@@ -5,15 +5,21 @@ Acts on the checkpoints alone, which any store of the run then finds to be not i
 back to the newest by itself, in a new lineage (services/controller/durable/recovery.py).
 """
 
-import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 from rolecall.checkpoint.manifest import RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
-from rolecall.errors import CheckpointMissingError, ConfigError, RunLockedError
+from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, ConfigError, RunLockedError
 from rolecall.launcher.plan import is_under_way
 from rolecall.settings import run_section_of
+
+_APART = 10**6
+"""Lineages from the highest that a checkpoint tells of to the new one. A store may have begun some since that
+checkpoint, each one above the other.
+"""
 
 
 def rewind(run: str, step: int, out: TextIO) -> int:
@@ -34,9 +40,15 @@ def rewind(run: str, step: int, out: TextIO) -> int:
         raise CheckpointMissingError(f"{url} holds no checkpoint of step {step}; there are {there}")
     state = dict(checkpoints.read(step).state)
     if "lineage" in state:  # not of `rolecall sft`, which has no store
-        state["lineage"] = int(time.time())  # above any that a store has begun, of which each is one above another
+        state["lineage"] = max(_lineages(checkpoints)) + _APART
     checkpoints.go_back(step, state)
     gone = ", ".join(str(each) for each in steps if each > step)
     out.write(f"the checkpoint of step {step} is the newest in {url}{gone and f'; deleted: {gone}'}\n")
     out.write("--resume goes on from it, without the batches that were trained since\n")
     return 0
+
+
+def _lineages(checkpoints: RunCheckpoints) -> Iterator[int]:
+    for step in checkpoints.steps():
+        with suppress(CheckpointMismatchError):  # one that was changed may be why people go back
+            yield int(checkpoints.read(step).state["lineage"])

@@ -64,6 +64,19 @@ async def test_what_was_trained_since_the_newest_checkpoint_is_left_out_once(lig
     assert (after.step, after.lineage_gid >= before.next_gid) == (7, True)
 
 
+def test_each_rewind_begins_above_all_lineages_that_the_checkpoints_tell_of(tmp_path: Path) -> None:
+    config = write_light_config(tmp_path)
+    checkpoints = RunCheckpoints(open_storage(str(tmp_path / "run" / "checkpoints")), 9)
+    for step, lineage in ((2, 0), (4, 3), (6, 5)):
+        checkpoints.commit(checkpoints.begin(step), [], {"run": "test", "lineage": lineage})
+    (tmp_path / "run" / "checkpoints" / "step-00000006" / "COMMITTED").write_text("{}")
+    lineages = []
+    for step in (4, 2):
+        assert main(["rewind", str(config), str(step)]) == 0
+        lineages.append(checkpoints.read(step).state["lineage"])
+    assert 5 < lineages[0] < lineages[1]
+
+
 def test_a_checkpoint_that_is_not_there_and_a_run_that_is_under_way_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
