@@ -12,7 +12,7 @@ import torch
 
 from rolecall.errors import OutOfMemoryError, RoleCallError
 from rolecall.telemetry import Metrics
-from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
+from rolecall.training.engine import Loss, Microbatch, StepOutcome, TokenOutputs, ValueOutputs
 from rolecall.training.serving.trainer import Progress
 from rolecall.training.step.rank_context import RankContext
 from rolecall.training.step.share import Minibatch, TrainShare
@@ -82,13 +82,8 @@ def optimize(
         metrics, skipped = Metrics(), 0
         for _ in range(num_epochs):
             for minibatch in share.minibatches:
-                loss = objective(minibatch)
-                with context.recorder.update(len(minibatch.microbatches)):
-                    counted = _counting(loss, counter)
-                    part = context.engine.forward_backward(minibatch.microbatches, counted, entropy=entropy)
-                    while (outcome := context.engine.step()).again:
-                        part = context.engine.forward_backward(minibatch.microbatches, loss, entropy=entropy)
-                    metrics.merge(part)
+                part, outcome = _update(context, minibatch, objective(minibatch), counter, entropy)
+                metrics.merge(part)
                 skipped += not outcome.applied
                 if context.group.is_leader and outcome.applied:
                     metrics.mean(f"{role}/grad_norm", outcome.grad_norm)
@@ -118,6 +113,20 @@ def per_update(metrics: Metrics, names: tuple[str, ...], num_updates: int) -> Me
         else:
             shared.merge(Metrics.from_proto([metric]))
     return shared
+
+
+def _update(
+    context: RankContext, minibatch: Minibatch, loss: Loss, counter: MicrobatchCounter, entropy: bool
+) -> tuple[Metrics, StepOutcome]:
+    """Computed again where the engine says so, of which nothing but the last time is told."""
+    engine, microbatches = context.engine, minibatch.microbatches
+    with context.recorder.update(len(microbatches)):  # of one pass: a trace has a bounded size
+        part = engine.forward_backward(microbatches, _counting(loss, counter), entropy=entropy)
+        outcome = engine.step()
+    while outcome.again:
+        part = engine.forward_backward(microbatches, loss, entropy=entropy)
+        outcome = engine.step()
+    return part, outcome
 
 
 def _counting(loss: Loss, counter: MicrobatchCounter) -> Loss:
