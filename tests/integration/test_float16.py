@@ -1,5 +1,6 @@
 """Training in float16: gradients that are too small or too large for it, beside the same engine in float32."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,16 @@ def test_a_resumed_run_goes_on_with_its_scale_bit_for_bit(model: Path, tmp_path:
     ours, theirs = weights_of(engine), weights_of(resumed)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert {tensor.dtype for tensor in ours.values()} == {torch.float16}
+
+
+def test_a_run_in_another_type_goes_on_in_float16_and_back(model: Path, tmp_path: Path) -> None:
+    engines = [engine_of(model, dtype) for dtype in ("bfloat16", "float16", "float32")]
+    update(engines[0])
+    for before, after in pairwise(engines):
+        checkpoint_rig.save(before, tmp_path / before._options.dtype)
+        checkpoint_rig.load(after, tmp_path / before._options.dtype)
+        assert update(after)[-1].applied
+    assert [engine.num_updates for engine in engines] == [1, 2, 3]
 
 
 def test_adapters_train_in_float16(model: Path) -> None:

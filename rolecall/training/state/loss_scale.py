@@ -49,6 +49,7 @@ class LossScale:
         return {"loss_scale_exponent": self._exponent, "loss_scale_age": self._age}
 
     def restore(self, counters: Mapping[str, int]) -> None:
-        """Goes on as the scale that `counters` were of."""
-        self._exponent, self._age = counters["loss_scale_exponent"], counters["loss_scale_age"]
+        """Goes on as the scale that `counters` were of; as a new one where they were of a model in another type."""
+        self._exponent = counters.get("loss_scale_exponent", _EXPONENT)
+        self._age = counters.get("loss_scale_age", 0)
         self._before = None
