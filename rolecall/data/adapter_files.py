@@ -28,10 +28,12 @@ def check_start(section: LoraSection, model: Path) -> None:
         raise ConfigError(
             f"{where} is no adapter in peft's format ({error}); rolecall export writes one to the folder `adapter`"
         ) from error
+    if config.get("peft_type", "LORA") != "LORA":
+        raise ConfigError(f"{where}: adapter_config.json says that it is of {config['peft_type']}; use one of LORA")
     for key in _PLAIN:
         if config.get(key):
             raise ConfigError(f"{where}: adapter_config.json sets {key}, which is not computed here; merge it instead")
-    if config.get("bias", "none") != "none":
+    if config.get("bias") not in (None, "none"):
         raise ConfigError(f"{where}: adapter_config.json sets bias, which is not trained here; merge it instead")
     shapes = tensor_shapes(section.start / "adapter_model.safetensors")
     modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in shapes}

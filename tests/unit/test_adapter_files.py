@@ -62,6 +62,7 @@ def test_an_adapter_like_the_section_is_taken(config: Path, tmp_path: Path) -> N
         ({"use_rslora": True}, "sets use_rslora, which is not computed here"),
         ({"rank_pattern": {"q_proj": 8}}, "sets rank_pattern"),
         ({"bias": "all"}, "sets bias"),
+        ({"peft_type": "IA3"}, "says that it is of IA3; use one of LORA"),
     ],
 )
 def test_another_adapter_is_told_by_what_is_other(
