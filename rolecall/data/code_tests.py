@@ -5,6 +5,7 @@ here.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import Any
 
 from rolecall.settings import LanguageSection
@@ -32,13 +33,12 @@ def read_tests(value: Any) -> list[CodeTest]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise ValueError("text that is not JSON") from None
+    function = None
     if isinstance(value, Mapping):
         function, value = value.get("fn_name"), _pairs(value)
-        if function is not None:
-            return [_call(function, **each) for each in value]
     if not isinstance(value, list) or not value:
         raise ValueError("no list of tests")
-    return [_test(each) for each in value]
+    return [_test(each) if function is None else _call(function, **each) for each in value]
 
 
 def require_language(tests: Sequence[CodeTest], language: LanguageSection) -> None:
@@ -66,7 +66,7 @@ def _test(value: Any) -> CodeTest:
 
 def _call(function: Any, input: Any, output: Any) -> CodeTest:
     """Arguments as a list beside the result itself, or as lines of JSON beside the result's JSON."""
-    if not isinstance(function, str) or not function.isidentifier():
+    if not isinstance(function, str) or not function.isidentifier() or iskeyword(function):
         raise ValueError(f"calls of {str(function)[:100]!r} (fn_name), which is no function's name")
     try:
         if isinstance(input, str):

@@ -141,6 +141,8 @@ def test_tests_are_read_as_data_sets_write_them(value: object, tests: list[CodeT
         ([{"input": 1, "output": "2"}], "neither code nor texts"),
         ({"inputs": ["1"], "outputs": []}, "of one length"),
         ({"inputs": [[1]], "outputs": [], "fn_name": "f"}, "of one length"),
+        ({"inputs": [], "outputs": [], "fn_name": "f"}, "no list of tests"),
+        ({"inputs": [[1]], "outputs": [2], "fn_name": "class"}, "no function's name"),
         ({"inputs": [[1]], "outputs": [2], "fn_name": "os.remove"}, "'os.remove' .*no function's name"),
         ({"inputs": [1], "outputs": [2], "fn_name": "f"}, "no list of arguments: 1"),
         ({"inputs": ["1\nx"], "outputs": ["2"], "fn_name": "f"}, "not JSON: 1"),
