@@ -6,7 +6,8 @@ nothing of what the numbers mean.
 
 Trace context passes through gRPC by itself (rolecall.rpc); through stream entries it travels as a W3C traceparent
 string, with `current_traceparent` on the writing side and `attached` on the reading side. Without
-`telemetry.otlp_endpoint` spans exist only to give logs their trace ids.
+`telemetry.otlp_endpoint` spans exist only to give logs their trace ids: they record nothing and are passed on as not
+sampled. Where nobody reads a process's numbers, it counts none for them.
 
 Every number names its run, role and worker in labels of its own: they are the same whether it is pushed to a collector
 or scraped.
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from typing import TextIO
 
 from opentelemetry import context as otel_context
@@ -30,6 +32,7 @@ from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetr
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from rolecall.errors import InvalidInputError, UnavailableError
@@ -95,6 +98,7 @@ def labels() -> dict[str, str]:
     return dict(_LABELS)
 
 
+@cache
 def tracer() -> trace.Tracer:
     """The tracer for spans of our own; gRPC calls are traced without it."""
     return trace.get_tracer(INSTRUMENTATION)
@@ -294,7 +298,8 @@ def _configure_logs(section: TelemetrySection, role: str, worker: str) -> None:
 
 def _configure_providers(otlp_endpoint: str | None, scraped: bool, role: str, worker: str) -> None:
     resource = Resource.create({"service.namespace": "rolecall", "service.name": role, "service.instance.id": worker})
-    tracing = TracerProvider(resource=resource)
+    # a span that nobody is shown has ids and records nothing; None: as OTEL_TRACES_SAMPLER says
+    tracing = TracerProvider(ALWAYS_OFF if otlp_endpoint is None else None, resource)
     readers: list[MetricReader] = []
     if otlp_endpoint is not None:
         # Imported here: a run without a collector should not pay for it at start.
@@ -315,4 +320,5 @@ def _configure_providers(otlp_endpoint: str | None, scraped: bool, role: str, wo
 
         readers.append(PrometheusMetricReader(scope_info_enabled=False))
     trace.set_tracer_provider(tracing)
-    otel_metrics.set_meter_provider(MeterProvider(metric_readers=readers, resource=resource))
+    if readers:
+        otel_metrics.set_meter_provider(MeterProvider(metric_readers=readers, resource=resource))

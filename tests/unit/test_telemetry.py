@@ -131,6 +131,15 @@ def test_a_trace_goes_on_after_it_was_stored() -> None:
     assert not trace.get_current_span().get_span_context().is_valid
 
 
+@pytest.mark.usefixtures("restored_logging")
+def test_a_span_that_nobody_is_shown_has_ids_and_records_nothing() -> None:
+    telemetry.configure(TelemetrySection(), "controller", "controller")
+    with telemetry.tracer().start_as_current_span("score") as span:
+        assert span.get_span_context().is_valid
+        assert not span.is_recording()
+        assert not span.get_span_context().trace_flags.sampled, "whoever is called need not record it either"
+
+
 @pytest.mark.parametrize("traceparent", ["", "nonsense", "00-0-0-00"])
 def test_an_absent_or_broken_traceparent_begins_a_trace_of_its_own(traceparent: str) -> None:
     with telemetry.attached(traceparent):
@@ -142,6 +151,6 @@ def test_a_collector_that_is_away_does_not_hold_up_the_end(unused_tcp_port: int)
         "from rolecall import telemetry; from rolecall.settings import TelemetrySection\n"
         f"telemetry.configure(TelemetrySection(otlp_endpoint='http://127.0.0.1:{unused_tcp_port}'), 'actor', 'actor')\n"
         "metrics = telemetry.Metrics(); metrics.sum('tokens', 5); telemetry.export(metrics)\n"
-        "with telemetry.tracer().start_as_current_span('train'): pass\n"
+        "with telemetry.tracer().start_as_current_span('train') as span: assert span.is_recording()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
