@@ -1,6 +1,7 @@
 """`rolecall serve controller`: settings, telemetry, the run, serve, drain. No torch."""
 
 import asyncio
+import gc
 import logging
 import sys
 from collections.abc import Sequence
@@ -44,6 +45,8 @@ async def serve_controller(args: ServiceArgs) -> None:
     settings.run.dir.mkdir(parents=True, exist_ok=True)
     controller = ControllerRun(settings)
     telemetry.show_states(controller.states)
+    gc.collect()
+    gc.freeze()  # a collection need not look again at the modules and the data set, which stay
     try:
         server = Server(settings.rpc, bind, setting="controller.bind")
         service_name = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
