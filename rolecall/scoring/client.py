@@ -18,6 +18,7 @@ from rolecall.errors import ConfigError, DeadlineError, RateLimitedError, RoleCa
 from rolecall.rpc import deadlines, tls
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring.exchange import believed, cut, only
+from rolecall.scoring.joint import JointCalls
 from rolecall.scoring.peer import Peer
 from rolecall.scoring.retries import with_retries
 from rolecall.scoring.scores import Failure, Outcome, change_of, spec_gaps, spec_problem
@@ -49,10 +50,12 @@ class RewardClient:
         max_attempts: int,
         is_foreign: bool = False,
         hedge_after_s: float | None = None,
+        is_joint: bool = False,
     ) -> None:
         """`name` and `address` name the scorer in messages; `timeout_s` is the deadline of one call and `max_attempts`
         the tries per call and per item. is_foreign: somebody else wrote it, so that gaps in its description are told.
         hedge_after_s: a Score call that takes longer is made a second time, and whichever answers first counts.
+        is_joint: what waits may go together (joint.py); ids must then be unique among all that is scored.
         """
         self._stub = reward_pb2_grpc.RewardServiceStub(channel)
         self._name = name
@@ -67,6 +70,7 @@ class RewardClient:
         self._calls = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         self._peer = Peer(name=name, address=address, timeout_s=timeout_s, hedge_after_s=hedge_after_s)
         self._meter = ScorerMeter(name)
+        self._once = JointCalls(self._attempt, MAX_CONCURRENT_CALLS).score if is_joint else self._attempt
         self._is_undescribed = False
         """Whether `trouble` is that it does not describe itself."""
 
@@ -95,7 +99,7 @@ class RewardClient:
         """One outcome per item, in the items' order; ids must be unique. Failures of the scorer or of the connection
         are outcomes, not exceptions.
         """
-        return await with_retries(self._attempt, items, self._max_attempts, self._meter, self._takes_whole_groups)
+        return await with_retries(self._once, items, self._max_attempts, self._meter, self._takes_whole_groups)
 
     def _takes_whole_groups(self) -> bool:
         return self._first is not None and self._first.whole_groups
@@ -208,6 +212,7 @@ def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[
         timeout_s=section.timeout_s,
         max_attempts=section.max_attempts,
         is_foreign=not section.components,
+        is_joint=True,
     )
     return client, channel
 

@@ -182,6 +182,7 @@ async def client_of(
     max_attempts: int = 1,
     is_foreign: bool = False,
     hedge_after_s: float | None = None,
+    is_joint: bool = False,
 ) -> AsyncIterator[RewardClient]:
     """A client of the scorer at `address`."""
     async with open_channel(address, RpcSection()) as channel:
@@ -193,4 +194,5 @@ async def client_of(
             max_attempts=max_attempts,
             is_foreign=is_foreign,
             hedge_after_s=hedge_after_s,
+            is_joint=is_joint,
         )

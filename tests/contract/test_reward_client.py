@@ -72,6 +72,27 @@ async def test_items_too_large_for_one_message_travel_in_several(client: RewardC
     assert len(liar.requests) == 20
 
 
+async def test_groups_that_go_together_get_their_own_scores_and_one_that_spoils_its_call_fails_alone(
+    liar: Liar,
+) -> None:
+    def spoil(response: reward_pb2.ScoreResponse) -> None:
+        for result in response.results:
+            result.reward.value = int(result.id.partition("/")[0]) / 100
+        if any(result.id.startswith("20/") for result in response.results):
+            del response.results[-1]
+
+    liar.lie = spoil
+    groups = [[reward_pb2.ScoreItem(id=f"{gid}/{i}", group=str(gid)) for i in range(4)] for gid in range(60)]
+    async with serving(liar) as address, client_of(address, is_joint=True) as client:
+        scored = await asyncio.gather(*(client.score(group) for group in groups))
+    for gid, outcomes in enumerate(scored):
+        if gid == 20:
+            assert [failure.code for failure in failures(outcomes)] == [ScorerError.reason] * 4
+        else:
+            assert outcomes == [Score(gid / 100)] * 4
+    assert liar.most_at_once <= MAX_CONCURRENT_CALLS
+
+
 def drop_one(response: reward_pb2.ScoreResponse) -> None:
     del response.results[-1]
 

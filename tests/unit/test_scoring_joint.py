@@ -1,0 +1,108 @@
+"""Groups that wait for a scorer go together where it is fast, and no group pays for another's failure."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from rolecall.scoring.joint import MAX_ITEMS, JointCalls
+from rolecall.scoring.scores import Failure, Outcome, Score
+from rolecall.v1 import reward_pb2
+
+NUM_ITEMS = 8
+
+
+def group(number: int) -> list[reward_pb2.ScoreItem]:
+    return [reward_pb2.ScoreItem(id=f"{number}/{i}", group=str(number)) for i in range(NUM_ITEMS)]
+
+
+class ScriptedScorer:
+    """Answers each call after so many seconds of a clock of its own; groups in `poison` fail whole calls."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.now = seconds, 0.0
+        self.poison: dict[str, Failure] = {}
+        self.calls: list[list[str]] = []
+
+    async def call(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
+        groups = list(dict.fromkeys(item.group for item in items))
+        self.calls.append(groups)
+        await asyncio.sleep(0)
+        self.now += self.seconds * len(items)
+        failure = next((self.poison[name] for name in groups if name in self.poison), None)
+        return [Score(float(item.group)) if failure is None else failure for item in items]
+
+    def joint(self, num_calls: int = 1) -> JointCalls:
+        return JointCalls(self.call, num_calls, lambda: self.now)
+
+
+async def scored(joint: JointCalls, numbers: Sequence[int]) -> list[list[Outcome]]:
+    return list(await asyncio.gather(*(joint.score(group(number)) for number in numbers)))
+
+
+async def test_what_waits_for_a_fast_scorer_goes_together_and_each_group_gets_its_own() -> None:
+    scorer = ScriptedScorer(0.0001)
+    outcomes = await scored(scorer.joint(), range(6))
+    assert scorer.calls == [["0"], ["1", "2", "3", "4", "5"]], "the first call says that the scorer is fast"
+    assert outcomes == [[Score(float(number))] * NUM_ITEMS for number in range(6)]
+
+
+async def test_a_scorer_that_takes_its_time_is_called_group_by_group() -> None:
+    scorer = ScriptedScorer(0.1)
+    await scored(scorer.joint(), range(4))
+    assert scorer.calls == [["0"], ["1"], ["2"], ["3"]]
+
+
+async def test_a_joint_call_holds_no_more_than_its_bound() -> None:
+    scorer = ScriptedScorer(1e-9)
+    await scored(scorer.joint(), range(50))
+    assert [len(call) for call in scorer.calls] == [1, MAX_ITEMS // NUM_ITEMS, 49 - MAX_ITEMS // NUM_ITEMS]
+
+
+@pytest.mark.parametrize(
+    "failure", [Failure("BAD", "bad data"), Failure("INTERNAL", "a flaw", retryable=True, is_blamed=True)]
+)
+async def test_a_group_that_fails_whole_calls_fails_alone(failure: Failure) -> None:
+    scorer = ScriptedScorer(0.0001)
+    scorer.poison["3"] = failure
+    outcomes = await scored(scorer.joint(), range(6))
+    expected: list[list[Outcome]] = [[Score(float(number))] * NUM_ITEMS for number in range(6)]
+    expected[3] = [failure] * NUM_ITEMS
+    assert outcomes == expected
+    assert sorted(scorer.calls[2:]) == [["1"], ["2"], ["3"], ["4"], ["5"]]
+
+
+async def test_a_scorer_that_is_away_is_not_asked_again_for_each_group() -> None:
+    scorer = ScriptedScorer(0.0001)
+    away = Failure("UNAVAILABLE", "it is away", retryable=True)
+    scorer.poison["1"] = away
+    outcomes = await scored(scorer.joint(), range(4))
+    assert outcomes[1:] == [[away] * NUM_ITEMS] * 3, "whoever retries asks again"
+    assert len(scorer.calls) == 2
+    await scored(scorer.joint(), [7, 8])
+    assert scorer.calls[-2:] == [["7"], ["8"]], "and then a group at a time"
+
+
+async def test_who_has_left_is_not_sent_and_the_others_are() -> None:
+    scorer = ScriptedScorer(0.0001)
+    joint = scorer.joint()
+    waiting = [asyncio.create_task(joint.score(group(number))) for number in range(4)]
+    await asyncio.sleep(0)
+    waiting[2].cancel()
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(outcomes[2], asyncio.CancelledError)
+    assert [outcome for number, outcome in enumerate(outcomes) if number != 2] == [
+        [Score(float(number))] * NUM_ITEMS for number in (0, 1, 3)
+    ]
+    assert scorer.calls == [["0"], ["1", "3"]]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("unforeseen"), asyncio.CancelledError()])
+async def test_an_unforeseen_end_of_a_call_reaches_everybody_who_waits_for_it(error: BaseException) -> None:
+    async def call(items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
+        raise error
+
+    joint = JointCalls(call, 1)
+    async with asyncio.timeout(5):
+        outcomes = await asyncio.gather(joint.score(group(0)), joint.score(group(1)), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [type(error)] * 2
