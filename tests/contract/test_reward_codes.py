@@ -132,15 +132,30 @@ async def test_a_message_that_is_too_large_is_no_rate_limit(details: str) -> Non
     assert len(servicer.calls["Score"]) == 1
 
 
+class HoldingBack(Refusing):
+    """Answers no call that came before the refused one was known of: until another call than the first `size`."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__("Score", grpc.StatusCode.RESOURCE_EXHAUSTED, times=1)
+        self.size = size
+        self.asked_again = asyncio.Event()
+
+    async def _answer(self, method: str, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
+        await super()._answer(method, context)
+        if len(self.calls["Score"]) > self.size:
+            self.asked_again.set()
+        if method == "Score":
+            await self.asked_again.wait()
+
+
 async def test_a_scorer_that_says_when_to_come_back_is_left_alone_until_then() -> None:
-    servicer = Refusing("Score", grpc.StatusCode.RESOURCE_EXHAUSTED, times=1)
+    servicer = HoldingBack(size=8)  # as many as are under way at once
     servicer.retry_after_s = 1.5
     async with bare_server(servicer) as address, client_of(address, timeout_s=PLENTY_S, max_attempts=3) as client:
         scored = await asyncio.gather(*(client.score(items_of("a")) for _ in range(12)))
     assert scored == [[Score(0.5)]] * 12
     calls = servicer.calls["Score"]
-    under_way = [at for at in calls if at - calls[0] < 1.4]
-    assert len(under_way) <= 8  # those that had been sent when the first was refused
+    assert calls[8] - calls[0] > 1.4  # the first was refused, and nothing was sent until its time had come
     assert len(calls) == 12 + 1
 
 
