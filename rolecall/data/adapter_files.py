@@ -11,6 +11,8 @@ from rolecall.data.model_files import num_adapter_parameters, tensor_shapes
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection
 
+ADAPTER = "adapter_model.safetensors"
+"""File of an adapter's tensors in a directory of peft's format."""
 _PLAIN = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
 """Keys of adapter_config.json that say, unless they are false or empty, that the adapter is computed otherwise."""
 
@@ -35,7 +37,7 @@ def check_start(section: LoraSection, model: Path) -> None:
             raise ConfigError(f"{where}: adapter_config.json sets {key}, which is not computed here; merge it instead")
     if config.get("bias") not in (None, "none"):
         raise ConfigError(f"{where}: adapter_config.json sets bias, which is not trained here; merge it instead")
-    shapes = tensor_shapes(section.start / "adapter_model.safetensors")
+    shapes = tensor_shapes(section.start / ADAPTER)
     modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in shapes}
     _require(where, "rank", config.get("r"), section.rank)
     _require(where, "alpha", config.get("lora_alpha"), section.alpha)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rolecall.data.adapter_files import ADAPTER
 from rolecall.disk import writing
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection
@@ -30,8 +31,6 @@ from rolecall.training.model.huggingface import ModelFiles
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-ADAPTER = "adapter_model.safetensors"
-"""File of an adapter's tensors in a directory of peft's format."""
 _BASE = ".base_layer."
 """What peft puts into the name of a weight that got an adapter."""
 _DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
+from rolecall.data.adapter_files import ADAPTER
 from rolecall.errors import ConfigError
 from rolecall.training.model.box import Box
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.huggingface import ModelFiles
-from rolecall.training.model.lora import ADAPTER, checkpoint_name, is_adapter, new_adapter, peft_name
+from rolecall.training.model.lora import checkpoint_name, is_adapter, new_adapter, peft_name
 from rolecall.training.model.packed_model import VALUE_HEAD, PackedModel
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
