@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from rolecall.scoring.scores import Failure, Outcome
@@ -65,6 +66,8 @@ class JointCalls:
                 task = asyncio.create_task(self._answer(asked), context=asked[0].context)
                 self._running.add(task)
                 task.add_done_callback(self._ended)
+                for each in asked:
+                    each.outcomes.add_done_callback(partial(_end_unwanted, task, asked))
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._running.discard(task)
@@ -101,6 +104,12 @@ class JointCalls:
         finally:  # also where the channel was closed under the call, which ends it as if it were cancelled
             for asked in together:
                 asked.outcomes.cancel()
+
+
+def _end_unwanted(task: "asyncio.Task[None]", together: Sequence[_Asked], _: object) -> None:
+    """Ends a call that nobody waits for any more: it would keep a place that others wait for."""
+    if all(asked.outcomes.done() for asked in together):
+        task.cancel()
 
 
 def _is_final(outcome: Outcome) -> bool:

@@ -76,11 +76,12 @@ async def test_a_scorer_that_is_away_is_not_asked_again_for_each_group() -> None
     scorer = ScriptedScorer(0.0001)
     away = Failure("UNAVAILABLE", "it is away", retryable=True)
     scorer.poison["1"] = away
-    outcomes = await scored(scorer.joint(), range(4))
+    joint = scorer.joint()
+    outcomes = await scored(joint, range(4))
     assert outcomes[1:] == [[away] * NUM_ITEMS] * 3, "whoever retries asks again"
     assert len(scorer.calls) == 2
-    await scored(scorer.joint(), [7, 8])
-    assert scorer.calls[-2:] == [["7"], ["8"]], "and then a group at a time"
+    await scored(joint, [7, 8, 9])
+    assert scorer.calls[2:] == [["7"], ["8", "9"]], "and then one group first"
 
 
 async def test_who_has_left_is_not_sent_and_the_others_are() -> None:
@@ -95,6 +96,28 @@ async def test_who_has_left_is_not_sent_and_the_others_are() -> None:
         [Score(float(number))] * NUM_ITEMS for number in (0, 1, 3)
     ]
     assert scorer.calls == [["0"], ["1", "3"]]
+
+
+async def test_a_call_that_everybody_has_left_ends_and_its_place_is_free() -> None:
+    has_begun, ended = asyncio.Event(), list[str]()
+
+    async def call(items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
+        try:
+            has_begun.set()
+            if items[0].group != "9":
+                await asyncio.Event().wait()
+            return [Score(1.0)] * len(items)
+        finally:
+            ended.append(items[0].group)
+
+    joint = JointCalls(call, 1)
+    left = [asyncio.create_task(joint.score(group(number))) for number in range(2)]
+    await has_begun.wait()
+    for task in left:
+        task.cancel()
+    async with asyncio.timeout(5):
+        assert await joint.score(group(9)) == [Score(1.0)] * NUM_ITEMS
+    assert ended == ["0", "9"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("unforeseen"), asyncio.CancelledError()])
