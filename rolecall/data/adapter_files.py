@@ -13,8 +13,19 @@ from rolecall.settings import LoraSection
 
 ADAPTER = "adapter_model.safetensors"
 """File of an adapter's tensors in a directory of peft's format."""
-_PLAIN = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
+_PLAIN = (
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "fan_in_fan_out",
+    "alora_invocation_tokens",
+)
 """Keys of adapter_config.json that say, unless they are false or empty, that the adapter is computed otherwise."""
+
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of peft's ways to begin an adapter that subtract it from the base weights, or quantize them."""
 
 
 def check_start(section: LoraSection, model: Path) -> None:
@@ -28,7 +39,8 @@ def check_start(section: LoraSection, model: Path) -> None:
             raise ValueError("not an object")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{where} is no adapter in peft's format ({error}); rolecall export writes one to the folder `adapter`"
+            f"{where} is no adapter in peft's format ({error}); rolecall export writes one to the folder `adapter`; "
+            "a run that has a checkpoint goes on without"
         ) from error
     if config.get("peft_type", "LORA") != "LORA":
         raise ConfigError(f"{where}: adapter_config.json says that it is of {config['peft_type']}; use one of LORA")
@@ -37,6 +49,12 @@ def check_start(section: LoraSection, model: Path) -> None:
             raise ConfigError(f"{where}: adapter_config.json sets {key}, which is not computed here; merge it instead")
     if config.get("bias") not in (None, "none"):
         raise ConfigError(f"{where}: adapter_config.json sets bias, which is not trained here; merge it instead")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGE_BASE):
+        raise ConfigError(
+            f"{where}: adapter_config.json sets init_lora_weights {init}, which changed the base weights too; convert "
+            "it with peft's save_pretrained(path_initial_model_for_weight_conversion=...), or merge it"
+        )
     shapes = tensor_shapes(section.start / ADAPTER)
     modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in shapes}
     _require(where, "rank", config.get("r"), section.rank)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.config_file import load_tree
-from rolecall.disk import writing
+from rolecall.disk import replace_text
 from rolecall.settings import AddressSection, RunSettings, from_environment, validated
 
 FILE = "placed.json"
@@ -29,9 +29,7 @@ def note_placed(configured: RunSettings, resolved: RunSettings) -> None:
         sections["critic"] = (configured.critic, resolved.critic)
     placed = {name: _added(*pair) for name, pair in sections.items()}
     references = {name: _added(before, resolved.references[name]) for name, before in configured.references.items()}
-    path = resolved.run.dir / FILE
-    with writing("write", path):
-        path.write_text(json.dumps({**placed, "references": references}) + "\n")
+    replace_text(resolved.run.dir / FILE, json.dumps({**placed, "references": references}) + "\n")
 
 
 def load_unplaced(path: Path, overrides: Sequence[str], recipe: str | None) -> RunSettings:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rolecall.checkpoint.storage import open_storage
+from rolecall.data.adapter_files import ADAPTER
 from rolecall.errors import CheckpointMismatchError, ConfigError
 from rolecall.settings import LoraSection, OptimizerSection
 from rolecall.training.engine import TokenOutputs
@@ -115,10 +116,8 @@ def test_training_begins_with_an_adapter_that_peft_wrote(models: dict[str, Path]
 def test_an_adapter_of_other_layers_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     theirs = peft_model(models["tied"], LORA, weights_of(make_engine(models["tied"])))
     theirs.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / lora.ADAPTER)
-    save_file(
-        {name.replace("layers.1.", "layers.7."): tensor for name, tensor in tensors.items()}, tmp_path / lora.ADAPTER
-    )
+    tensors = load_file(tmp_path / ADAPTER)
+    save_file({name.replace("layers.1.", "layers.7."): tensor for name, tensor in tensors.items()}, tmp_path / ADAPTER)
     with pytest.raises(ConfigError, match=r"actor\.lora\.start .*layers\.1\..* is missing"):
         make_engine(models["tied"], section=LORA.model_copy(update={"start": tmp_path}))
 
