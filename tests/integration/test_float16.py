@@ -62,6 +62,10 @@ def update(engine: FsdpEngine, by: float = 1.0) -> list[StepOutcome]:
     return outcomes
 
 
+def masters_of(engine: FsdpEngine) -> dict[str, torch.Tensor]:
+    return {name: whole(p.detach()).clone() for name, p in engine._model.named_parameters()}
+
+
 def gradients_of(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     return {name: whole(p.grad).clone() for name, p in engine._model.named_parameters() if p.grad is not None}
 
@@ -78,6 +82,19 @@ def test_gradients_however_small_are_those_of_float32(model: Path, by: float, he
     assert [outcome.loss_scale for outcome in outcomes] == [2.0**16, None]
     for name, expected in theirs.items():
         assert (ours[name] / 2.0**16 - expected).norm() < 0.02 * expected.norm(), name
+
+
+def test_the_norm_that_gradients_are_clipped_to_is_without_the_scale(model: Path) -> None:
+    clipped = OPTIMIZER.model_copy(update={"max_grad_norm": 1e-6})  # where AdamW's epsilon shows how large they are
+    half, single = (make_engine(model, optimizer=clipped, dtype=dtype) for dtype in ("float16", "float32"))
+    before = masters_of(single)
+    for engine in (half, single):
+        assert update(engine)[-1].applied
+    ours, theirs = masters_of(half), masters_of(single)
+    for name, start in before.items():
+        moved = theirs[name] - start
+        assert moved.norm() > 0, name
+        assert (ours[name] - start - moved).norm() < 0.1 * moved.norm(), name
 
 
 def test_gradients_that_are_too_large_are_computed_again_at_a_lower_scale(model: Path) -> None:
