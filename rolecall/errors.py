@@ -194,6 +194,10 @@ class ChannelBrokenError(UnavailableError):
     reason = "CHANNEL_BROKEN"
 
 
+class ChannelUnreachableError(ChannelBrokenError):
+    reason = "CHANNEL_UNREACHABLE"
+
+
 class StoreUnavailableError(UnavailableError):
     reason = "STORE_UNAVAILABLE"
 

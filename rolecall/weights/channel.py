@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
 
-from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError, RoleCallError
+from rolecall.errors import ChannelBrokenError, ChannelUnreachableError, NotOnThisDeviceError, RoleCallError
 from rolecall.settings import WeightBackend
 from rolecall.training.ranks.device import backend_of
 from rolecall.weights.rendezvous import Rendezvous, local_address
@@ -23,6 +23,8 @@ from rolecall.weights.shared_memory.meeting import meet
 _POLL = timedelta(milliseconds=50)
 """How long one look at a Gloo transfer blocks; an abort is noticed at the next."""
 
+_GLOO_FACTOR = 4
+"""What Gloo gives a transfer, by its deadline: others are ahead of it."""
 _DROP_S = 0.5
 """Longest that close waits for the group's threads; a group without a stuck transfer is gone at once."""
 
@@ -89,6 +91,10 @@ def join(
     except RoleCallError as error:
         rendezvous.blame(error.message)
         raise
+    except Exception as error:  # an edge: sockets, devices and NCCL
+        reason = f"rank {rendezvous.rank} cannot take part: {type(error).__name__}: {error}"
+        rendezvous.blame(reason)
+        raise ChannelUnreachableError(reason, rank=str(rendezvous.rank)) from error
 
 
 class GlooChannel:
@@ -120,7 +126,8 @@ class GlooChannel:
         """Implements Channel."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
-        options.timeout = timedelta(seconds=timeout_s)
+        # counted from now, where GlooTransfer.wait's is counted from the end of those ahead: the last resort
+        options.timeout = timedelta(seconds=_GLOO_FACTOR * timeout_s)
         work: Work | None = None
         try:
             # Inside the lock, and under no name: whoever lets go of the group last waits for its stuck transfers, and
@@ -178,12 +185,12 @@ class GlooTransfer:
                 return
             except RuntimeError as error:
                 rendezvous.check()
-                if done or self._channel.has_failed_transfer():
+                if time.monotonic() > deadline:
+                    rendezvous.abort(f"a bucket took more than {timeout_s:g} s")
+                elif done or self._channel.has_failed_transfer():
                     rendezvous.blame(
                         f"a transfer failed: {error}" if done else "a later transfer failed: a peer is gone"
                     )
-                elif time.monotonic() > deadline:
-                    rendezvous.abort(f"a bucket took more than {timeout_s:g} s")
                 rendezvous.check()
 
 

@@ -140,15 +140,19 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         logger.info("receiving policy version %d over epoch %d", update_info.policy_version, update_info.epoch)
         try:
             self._arrived = self._load(channel, update_info)
-        except RoleCallError as error:
-            self._error = error
+        except Exception as error:  # an edge: loaders and allocations raise whatever they like
+            if isinstance(error, RoleCallError):
+                self._error = error
+            else:
+                logger.exception("loading policy version %d failed", update_info.policy_version)
+                self._error = TornWeightsError(f"vLLM could not load the weights: {type(error).__name__}: {error}")
             self._state = "torn"
-            channel.rendezvous.abort(error.message)
+            channel.rendezvous.abort(self._error.message)
             logger.warning(
                 "policy version %d did not load (the weights were %s before): %s",
                 update_info.policy_version,
                 before,
-                error.message,
+                self._error.message,
             )
             return
         self._state, self._policy_version = "loaded", update_info.policy_version
@@ -174,13 +178,14 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
 
     def _join(self, info: InitInfo, joined: "Future[Channel]") -> None:
         try:
-            rendezvous = Rendezvous(info.address, info.epoch, info.rank + self.parallel_config.rank, info.timeout_s)
+            # half of the meeting's time each connection at most: who cannot come says so before the others give up
+            rendezvous = Rendezvous(info.address, info.epoch, info.rank + self.parallel_config.rank, info.timeout_s / 2)
             with self._lock:
                 if info.epoch != self._epoch:
                     raise StaleEpochError(f"epoch {info.epoch} of the weight channel was overtaken by {self._epoch}")
                 self._rendezvous = rendezvous
             joined.set_result(join(rendezvous, info.world_size, info.backend, self.device, info.timeout_s))
-        except RoleCallError as error:
+        except Exception as error:  # raised where it is asked for
             joined.set_exception(error)
 
     def _channel_for(self, info: UpdateInfo) -> Channel:
@@ -217,13 +222,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             raise TornWeightsError(
                 f"the actor publishes {sent} and this engine takes {taken}; give both the same actor.lora"
             )
-        try:
-            adapter.install(self.model, manifest.adapter, tensors)
-        except RoleCallError:
-            raise
-        except Exception as error:  # an edge: vLLM's loaders raise whatever they like
-            logger.exception("installing the adapter failed")
-            raise TornWeightsError(f"vLLM could not load the adapter: {type(error).__name__}: {error}") from error
+        adapter.install(self.model, manifest.adapter, tensors)
 
 
 class WorkerExtension:

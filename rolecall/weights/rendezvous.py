@@ -16,14 +16,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from datetime import timedelta
+from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported, though not in __all__
 
-from rolecall.errors import ChannelBrokenError, DeadlineError
+from rolecall.errors import ChannelBrokenError, ChannelUnreachableError, DeadlineError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 WATCH_S = 0.1
 """Seconds between two looks at the abort key."""
@@ -59,7 +62,7 @@ class Rendezvous:
     """One epoch as one rank sees it. Threads may share it."""
 
     def __init__(self, address: str, epoch: int, rank: int, timeout_s: float) -> None:
-        """Connects within `timeout_s`; ChannelBrokenError when nobody listens at `address`."""
+        """Connects within `timeout_s`; ChannelUnreachableError when nobody answers at `address`."""
         self.epoch, self.rank = epoch, rank
         host, _, port = address.rpartition(":")
         self._host, self._port = host, int(port)
@@ -144,7 +147,7 @@ class Rendezvous:
         """Whether all of `keys` have been offered. ChannelBrokenError."""
         self.check()
         try:
-            return not keys or self._calls.check(list(keys))
+            return not keys or self._ask(lambda: self._calls.check(list(keys)))
         except DistError as error:
             self._break(f"the rendezvous does not answer: {error}")
             self.check()
@@ -156,7 +159,7 @@ class Rendezvous:
         while True:
             self.check()
             try:
-                if self._calls.check([key]):
+                if self._ask(lambda: self._calls.check([key])):
                     return self._calls.get(key)
             except DistError as error:
                 self._break(f"the rendezvous does not answer: {error}")
@@ -192,10 +195,18 @@ class Rendezvous:
 
     def _look(self) -> None:
         try:
-            if self._broken is None and self._calls.check(["abort"]):
+            if self._broken is None and self._ask(lambda: self._calls.check(["abort"])):
                 self._break(self._calls.get("abort").decode())
         except DistError as error:
             self._break(f"the actor's rendezvous is gone: {error}")
+
+    def _ask(self, call: Callable[[], bool]) -> bool:
+        """Asks the store; False when it does not answer, which breaks the epoch."""
+        try:
+            return _bounded(call, _STORE_TIMEOUT.total_seconds())
+        except TimeoutError:
+            self._break("the actor's rendezvous does not answer")
+            return False
 
     def _tell(self, reason: str) -> None:
         try:
@@ -205,13 +216,18 @@ class Rendezvous:
 
     def _connect(self, timeout_s: float) -> PrefixStore:
         try:
-            store = TCPStore(self._host, self._port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
-        except DistError as error:
+            store = _bounded(
+                lambda: TCPStore(
+                    self._host, self._port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False
+                ),
+                timeout_s,
+            )
+        except (DistError, TimeoutError) as error:
             reason = (
                 f"nobody answers at the rendezvous {self._host}:{self._port} of weight-channel epoch "
                 f"{self.epoch}: {error}"
             )
-            raise ChannelBrokenError(reason, rank=str(self.rank)) from error
+            raise ChannelUnreachableError(reason, rank=str(self.rank)) from error
         store.set_timeout(_STORE_TIMEOUT)
         return PrefixStore(f"epoch/{self.epoch}", store)
 
@@ -234,6 +250,24 @@ class Rendezvous:
         for callback in callbacks:
             callback()
         return True
+
+
+def _bounded(call: Callable[[], T], timeout_s: float) -> T:
+    """Returns or raises what `call` does; TimeoutError when it does neither in time, and is left to itself.
+
+    A TCPStore's own timeouts do not hold against an actor that is frozen, or whose machine is gone: what reads an
+    answer waits for it without end, and holds its connection.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except Exception as error:  # raised where it was asked
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="weights-ask", daemon=True).start()
+    return answer.result(timeout_s)
 
 
 def local_address(host: str) -> str:

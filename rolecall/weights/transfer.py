@@ -12,7 +12,7 @@ H0 H1 B0 H2 B1 ... Fingerprints are those of whole tensors either way: of what a
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -29,6 +29,8 @@ from rolecall.weights.transferred import Transferred
 
 IN_FLIGHT = 2
 """Most broadcasts under way at a time."""
+_SLOWEST_BYTES_PER_S = 20e6
+"""Rate of a bucket that is more than a few megabytes: a wire of 1 Gbit/s, over which the root sends six copies."""
 _MANIFEST_KEY = "manifest"
 
 
@@ -43,7 +45,7 @@ def send(
     WeightsMismatchError. `base`: what the epoch's receivers hold; absent: nothing, and all goes whole.
     """
     buckets = plan_buckets(manifest)
-    outbox = _Outbox(channel, bucket_timeout_s)
+    outbox = _Outbox(channel, _longest_s(buckets, bucket_timeout_s))
     prints: list[torch.Tensor] = []
     start = time.monotonic()
     common = max((bucket.num_bytes for bucket in buckets if bucket.num_bytes <= manifest.bucket_bytes), default=0)
@@ -98,7 +100,8 @@ class Reception:
         """`base`: what this receiver holds since the epoch began, for deltas; absent: nothing, so that it refuses
         them.
         """
-        self._channel, self._manifest, self._timeout_s = channel, manifest, bucket_timeout_s
+        self._channel, self._manifest = channel, manifest
+        self._timeout_s = _longest_s(plan_buckets(manifest), bucket_timeout_s)
         self._base = base or Base()
         self._prints: list[torch.Tensor] = []
         self._num_bytes = 0
@@ -200,6 +203,13 @@ class _Outbox:
     def _broadcast(self, memory: torch.Tensor) -> Transfer:
         self.num_bytes += memory.numel()
         return self._channel.broadcast(memory, self._timeout_s)
+
+
+def _longest_s(buckets: Sequence[Bucket], bucket_timeout_s: float) -> float:
+    """The deadline of each bucket of a transfer: a tensor is not cut, and an LM head may be gigabytes, behind which
+    others wait.
+    """
+    return round(bucket_timeout_s + max(bucket.num_bytes for bucket in buckets) / _SLOWEST_BYTES_PER_S, 1)
 
 
 def _pack(bucket: Bucket, memory: torch.Tensor, weights: Iterator[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:

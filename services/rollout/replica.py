@@ -261,7 +261,7 @@ class Replica:
                 self.held.untouched()
                 self._start_keeping()
                 raise
-            except (RoleCallError, TimeoutError) as error:
+            except Exception as error:  # an edge: an engine raises whatever it likes, and nothing may stay "loading"
                 self.held.torn()
                 await self._give_up()
                 cause = (

@@ -75,7 +75,7 @@ class ScriptedEngine:
         """The modes of its pauses, in order."""
         self.joined: list[int] = []
         """Epochs joined, in order."""
-        self.failures: deque[RoleCallError] = deque()
+        self.failures: deque[Exception] = deque()
         """Errors that the next receives answer, one each; past them, receives succeed."""
         self.hold = False
         """Whether responses grow only by step()."""

@@ -213,13 +213,14 @@ async def test_a_torn_engine_serves_nothing_until_a_full_load(rollout: ReplicaUn
     assert len(await rollout.generate()) == 4
 
 
-async def test_kept_work_of_an_engine_that_tears_is_given_up(rollout: ReplicaUnderTest) -> None:
+@pytest.mark.parametrize("error", [WeightsMismatchError("a bucket was skipped"), RuntimeError("out of memory")])
+async def test_kept_work_of_an_engine_that_tears_is_given_up(rollout: ReplicaUnderTest, error: Exception) -> None:
     await rollout.publish(1)
     rollout.engine.hold = True
     call = asyncio.create_task(rollout.generate())
     await until(lambda: rollout.engine.num_running >= 4)
-    rollout.engine.failures.append(WeightsMismatchError("a bucket was skipped"))
-    with pytest.raises(TornWeightsError):
+    rollout.engine.failures.append(error)
+    with pytest.raises(TornWeightsError, match=str(error)):
         await rollout.receive(2)
     with pytest.raises(UnavailableError):
         await call

@@ -9,13 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.errors import DeadlineError, NotAttestedError, StaleVersionError, UnavailableError, WorkerLostError
+from rolecall.errors import (
+    ChannelUnreachableError,
+    DeadlineError,
+    NotAttestedError,
+    StaleVersionError,
+    UnavailableError,
+    WorkerLostError,
+)
 from rolecall.settings.services import MEETING_S_PER_RANK
 from rolecall.v1 import controller_pb2
 from services.controller.publish.delivery import ANSWER_S
 from services.rollout.config import keep_timeout_s
 from services.rollout.replica import Replica
-from services.rollout.sampling import PauseMode
+from services.rollout.sampling import MeetingPlace, PauseMode
 from services.rollout.state import State
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.collective import PHASES, Fault, Kind, RogueReplica
@@ -142,6 +149,22 @@ async def test_a_receiver_that_did_nothing_wrong_is_sent_the_weights_again_at_on
     await rig.publisher.publish(1)
     assert serving(rig) == ["rollout-0", "rollout-1", "rollout-2"]
     assert rig.publisher.policy_version == 2
+
+
+async def test_one_that_cannot_reach_the_actor_costs_the_others_one_attempt(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
+    async with publishing_run(store, PATIENT, tmp_path) as rig:
+        await three(rig)
+        outside = await rig.rollout("rollout-3")
+
+        async def join(place: MeetingPlace) -> None:
+            raise ChannelUnreachableError(f"nobody answers at the rendezvous of weight-channel epoch {place.epoch}")
+
+        outside.engine.join = join  # type: ignore[method-assign]
+        rig.actor.step = 1
+        await rig.publisher.publish(1)
+        assert serving(rig) == ["rollout-0", "rollout-1", "rollout-2"]
 
 
 async def test_a_receiver_that_answers_late_costs_the_others_nothing_of_what_they_keep(
