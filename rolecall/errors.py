@@ -34,6 +34,7 @@ help.
     ├── UnavailableError          a peer or its state is not ready         UNAVAILABLE          retry
     │   ├── NotAttestedError      the rollout holds no attested weights
     │   ├── ChannelBrokenError    the weight channel failed; open a new epoch
+    │   │   └── ChannelUnreachableError this rank cannot take part in it
     │   ├── StoreUnavailableError the store does not answer
     │   ├── StorageUnavailableError the place of checkpoints does not answer
     │   ├── ScorerUnavailableError a scorer does not answer
