@@ -21,7 +21,7 @@ import yaml
 from pydantic import SecretStr
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rolecall.errors import WorkerLostError
+from rolecall.errors import ChannelBrokenError, WorkerLostError
 from rolecall.rpc import status
 from rolecall.rpc.callers import Caller
 from rolecall.settings import StoreSection, WeightBackend
@@ -133,13 +133,17 @@ class RolloutProcess:
         )
         receiving = self.stub.ReceiveWeights.future(request, timeout=60)
         manifest = build_manifest(self.weights, 64 * 1024, self.adapter)
-        sent = self.publisher.publish(
-            iter(self.weights),
-            manifest,
-            epoch=self.epoch,
-            policy_version=self.version,
-            bucket_timeout_s=BUCKET_TIMEOUT_S,
-        )
+        try:
+            sent = self.publisher.publish(
+                iter(self.weights),
+                manifest,
+                epoch=self.epoch,
+                policy_version=self.version,
+                bucket_timeout_s=BUCKET_TIMEOUT_S,
+            )
+        except ChannelBrokenError:
+            receiving.result()  # a receiver that broke it, before all others had everything, says why
+            raise
         self.digests[self.version] = sent.digest
         return sent, receiving.result()
 
