@@ -27,8 +27,8 @@ So it is where the KV cache holds a twentieth of what is sampled at a time.
 """
 DISK_BYTES_PER_S = 100e6
 """Rate of reading a model, or writing a checkpoint, over a network."""
-WIRE_BYTES_PER_S = 500e6
-"""Rate of a publish: Gloo, through host memory."""
+WIRE_BYTES_PER_S = 100e6
+"""Rate of a publish: half of Gloo's over a wire of 10 Gbit/s, of which the root sends six copies."""
 FLOPS_PER_S = {"CPUs": 2e10, "GPUs": 2e13}
 """Rate of one rank of a trainer: an old core's; a fiftieth of an H100's bfloat16 peak."""
 FILE_BYTES_PER_PARAMETER = 2

@@ -130,10 +130,9 @@ class PolicyPublisher:
                 excluded.clear()
                 await asyncio.sleep(self._settings.controller.heartbeat_s)
                 continue
+            publish_s, left_s = self._settings.weights.publish_timeout_s, give_up_at - time.monotonic()
             try:
-                async with asyncio.timeout(
-                    min(self._settings.weights.publish_timeout_s, give_up_at - time.monotonic())
-                ):
+                async with asyncio.timeout(min(publish_s, left_s)):
                     return await self._attempt(members, self._publish_once(step, members))
             except AttemptFailed as failed:
                 causes = str(failed)
@@ -147,9 +146,8 @@ class PolicyPublisher:
                 num_failed += not failed.is_death
             except TimeoutError as error:
                 names = ", ".join(rollout.consumer for rollout in members)
-                raise DeadlineError(
-                    f"publishing step {step} to {names} took longer than weights.publish_timeout_s"
-                ) from error
+                ended_by = "weights.publish_timeout_s" if publish_s <= left_s else "controller.stall_timeout_s"
+                raise DeadlineError(f"publishing step {step} to {names} took longer than {ended_by}") from error
         raise WorkerLostError(f"no rollout took the weights of step {step}: {causes}")
 
     async def catch_up(self, members: Sequence[Rollout]) -> Metrics:
