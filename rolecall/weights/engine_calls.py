@@ -9,7 +9,7 @@ Every worker of an `AsyncLLM`, i.e. every TP rank of every stage, takes a rank o
         ..., load_format="dummy", weight_transfer_config=WeightTransferConfig(backend="rolecall"),
         worker_extension_cls="rolecall.weights.receiver.WorkerExtension")
 
-    # All ranks have met when it returns. StaleEpochError, ChannelBrokenError, DeadlineError.
+    # All ranks have met when it returns. StaleEpochError, ChannelBrokenError.
     await join_epoch(llm, epoch=3, address="127.0.0.1:41234", rank=1, world_size=2, timeout_s=60, backend="gloo")
     # Always pause: updating while requests run kills the engine.
     await llm.pause_generation(mode="keep")
@@ -34,7 +34,7 @@ from typing import Any, Protocol
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
-from rolecall.errors import DeadlineError
+from rolecall.errors import ChannelBrokenError
 from rolecall.settings import WeightBackend
 from rolecall.weights.receiver import InitInfo, UpdateInfo
 from rolecall.weights.report import agreed_report, raise_reported
@@ -90,7 +90,7 @@ async def join_epoch(
     many ranks the replica took.
 
     Requests go on meanwhile. `on_answer` is called whenever the workers have answered: they live, whoever else may be
-    late. StaleEpochError, ChannelBrokenError, DeadlineError.
+    late. StaleEpochError, ChannelBrokenError.
     """
     deadline = time.monotonic() + timeout_s + 1.0
     info = InitInfo(
@@ -105,7 +105,7 @@ async def join_epoch(
         if all(worker["done"] for worker in workers):
             return len(workers)
         if time.monotonic() > deadline:
-            raise DeadlineError(
+            raise ChannelBrokenError(
                 f"the workers did not meet the other ranks of weight-channel epoch {epoch} within {timeout_s:g} s"
             )
         await asyncio.sleep(_JOIN_POLL_S)

@@ -132,14 +132,14 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._error = None
         self._arrived = None
         try:
-            channel = self._channel_for(update_info)
+            channel, manifest = self._channel_for(update_info)
         except RoleCallError as error:  # nothing was touched: the weights are what they were
             self._error = error
             return
         before, self._state = self._state, "loading"
         logger.info("receiving policy version %d over epoch %d", update_info.policy_version, update_info.epoch)
         try:
-            self._arrived = self._load(channel, update_info)
+            self._arrived = self._load(channel, manifest, update_info.bucket_timeout_s)
         except Exception as error:  # an edge: loaders and allocations raise whatever they like
             if isinstance(error, RoleCallError):
                 self._error = error
@@ -188,7 +188,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         except Exception as error:  # raised where it is asked for
             joined.set_exception(error)
 
-    def _channel_for(self, info: UpdateInfo) -> Channel:
+    def _channel_for(self, info: UpdateInfo) -> tuple[Channel, weights_pb2.WeightManifest]:
         if info.epoch != self._epoch:
             raise StaleEpochError(f"epoch {info.epoch} of the weight channel is not the joined one ({self._epoch})")
         if info.policy_version <= self._policy_version:
@@ -198,15 +198,16 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             )
         if not self._joined.done():
             raise ChannelBrokenError(f"epoch {info.epoch} of the weight channel is not joined yet")
-        return self._joined.result()  # bounded: it is done
-
-    def _load(self, channel: Channel, info: UpdateInfo) -> Transferred:
+        channel = self._joined.result()  # bounded: it is done
         if self._manifest is None:
             self._manifest = agreed_manifest(channel.rendezvous, info.bucket_timeout_s)
-        reception = Reception(channel, self._manifest, info.bucket_timeout_s, self._base)
+        return channel, self._manifest
+
+    def _load(self, channel: Channel, manifest: weights_pb2.WeightManifest, bucket_timeout_s: float) -> Transferred:
+        reception = Reception(channel, manifest, bucket_timeout_s, self._base)
         self._unread = []
-        if self._manifest.HasField("adapter") or self.vllm_config.lora_config is not None:
-            self._load_adapter(reception, self._manifest)
+        if manifest.HasField("adapter") or self.vllm_config.lora_config is not None:
+            self._load_adapter(reception, manifest)
         else:
             self._unread = reload.load_model(self.model, self.model_config, self.device, reception)
         wait_for(self.device)

@@ -23,7 +23,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported, though not in __all__
 
-from rolecall.errors import ChannelBrokenError, ChannelUnreachableError, DeadlineError
+from rolecall.errors import ChannelBrokenError, ChannelUnreachableError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -154,7 +154,9 @@ class Rendezvous:
             raise
 
     def take(self, key: str, timeout_s: float) -> bytes:
-        """Returns what was offered under `key`, waiting up to `timeout_s`. ChannelBrokenError, DeadlineError."""
+        """Returns what was offered under `key`. ChannelBrokenError, after aborting the epoch, when nobody offers it
+        within `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             self.check()
@@ -165,10 +167,7 @@ class Rendezvous:
                 self._break(f"the rendezvous does not answer: {error}")
                 continue
             if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"epoch {self.epoch} of the weight channel: the actor did not offer {key!r} within {timeout_s:g} s",
-                    rank=str(self.rank),
-                )
+                self.blame(f"rank {self.rank} waited {timeout_s:.1f} s for {key!r}, which the actor did not offer")
             time.sleep(_TAKE_POLL_S)
 
     def report_progress(self) -> None:

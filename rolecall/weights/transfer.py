@@ -81,7 +81,7 @@ def offer_manifest(rendezvous: Rendezvous, manifest: weights_pb2.WeightManifest)
 
 
 def agreed_manifest(rendezvous: Rendezvous, timeout_s: float) -> weights_pb2.WeightManifest:
-    """Returns what the root offered, within `timeout_s`. ChannelBrokenError, DeadlineError, InvalidInputError."""
+    """Returns what the root offered, within `timeout_s`. ChannelBrokenError, InvalidInputError."""
     manifest = weights_pb2.WeightManifest.FromString(rendezvous.take(_MANIFEST_KEY, timeout_s))
     validate_manifest(manifest)
     return manifest

@@ -210,7 +210,7 @@ class Replica:
     async def join(self, place: MeetingPlace) -> None:
         """Takes part in an epoch of the weight channel. Not in line with other changes: a new epoch is what frees a
         load that is stuck in an older one. A caller that leaves does not end it: an engine that hangs goes on owing the
-        answer. StaleEpochError, ChannelBrokenError, DeadlineError.
+        answer. StaleEpochError, ChannelBrokenError.
         """
         if place.epoch <= self._epoch:
             raise StaleEpochError(f"epoch {place.epoch} is not newer than {self._epoch}, which this replica has seen")

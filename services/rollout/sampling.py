@@ -166,8 +166,8 @@ class EngineWeights(Protocol):
 
     async def join(self, place: MeetingPlace) -> None:
         """All ranks of this engine take part in an epoch of the weight channel. Aborts an older epoch, also one a
-        receive is stuck in. StaleEpochError, ChannelBrokenError, DeadlineError; NotOnThisDeviceError for a backend that
-        its device cannot do.
+        receive is stuck in. StaleEpochError, ChannelBrokenError; NotOnThisDeviceError for a backend that its device
+        cannot do.
         """
 
     async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:

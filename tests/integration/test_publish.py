@@ -167,6 +167,19 @@ async def test_one_that_cannot_reach_the_actor_costs_the_others_one_attempt(
         assert serving(rig) == ["rollout-0", "rollout-1", "rollout-2"]
 
 
+async def test_one_whose_commits_hang_in_the_store_costs_the_others_one_attempt(
+    store: StoreUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.rollout.gate.SHUT_TIMEOUT_S", 1.0)
+    async with publishing_run(store, PATIENT | {"weights": {"bucket_timeout_s": 30.0}}, tmp_path) as rig:
+        await three(rig)
+        rig.actor.step = 1
+        async with rig.twins[1].replica.gate.leaving():
+            await rig.publisher.publish(1)
+        assert serving(rig) == ["rollout-0", "rollout-2"]
+        assert rig.publisher.policy_version == 2
+
+
 async def test_a_receiver_that_answers_late_costs_the_others_nothing_of_what_they_keep(
     store: StoreUnderTest, tmp_path: Path
 ) -> None:
@@ -301,6 +314,25 @@ async def test_a_publish_without_rollouts_says_so_after_the_stall_timeout(
     async with publishing_run(store, {"controller": {"lease_s": LEASE_S, "stall_timeout_s": 0.3}}, tmp_path) as rig:
         with pytest.raises(DeadlineError, match="0 of 1 rollouts joined"):
             await rig.publisher.publish(0)
+
+
+@pytest.mark.parametrize(
+    ("stall_s", "ended_by"), [(2.0, "controller.stall_timeout_s"), (60.0, "weights.publish_timeout_s")]
+)
+async def test_a_publish_that_takes_too_long_names_the_setting_that_ended_it(
+    store: StoreUnderTest, tmp_path: Path, stall_s: float, ended_by: str
+) -> None:
+    tree = {
+        "controller": PATIENT["controller"] | {"stall_timeout_s": stall_s},
+        "rollout": PATIENT["rollout"],
+        "weights": {"bucket_timeout_s": 30.0, "publish_timeout_s": 4.0},
+    }
+    async with publishing_run(store, tree, tmp_path) as rig:
+        await rig.rollout("rollout-0")
+        await rig.publisher.publish(0)
+        async with rig.twins[0].replica.gate.leaving():
+            with pytest.raises(DeadlineError, match=f"rollout-0.* took longer than {ended_by}"):
+                await rig.publisher.publish(0)
 
 
 async def test_a_trainer_that_dies_ends_the_publish(rig: Publishing) -> None:

@@ -150,6 +150,13 @@ def test_a_version_that_goes_back_is_refused_before_anything_is_touched(dense: O
     assert outcome["state"] == "loaded"
 
 
+def test_an_actor_that_is_late_to_say_what_it_sends_leaves_the_weights_whole(dense: Outcomes) -> None:
+    outcome = dense["late actor"]
+    assert outcome["error"][0] == "ChannelBrokenError"
+    assert "'manifest', which the actor did not offer" in outcome["error"][1]
+    assert outcome["state"] == "loaded"
+
+
 @pytest.mark.thorough("test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish")
 @pytest.mark.parametrize(("scenario", "num_workers"), [("worker", 1), ("workers", 2), ("stages", 2)])
 def test_parallel_workers_receive_exact_weights_and_end_when_the_service_is_killed(

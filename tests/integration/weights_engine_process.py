@@ -178,6 +178,18 @@ class Bench:
             outcome = {"error": [type(error).__name__, error.message]}
             self.root.abort("the test's receiver failed")
             await sending
+        await self._record(name, outcome)
+
+    async def receive_nothing(self, name: str) -> None:
+        """Receives in an epoch over which the actor sends nothing in time."""
+        outcome: dict[str, Any] = {}
+        try:
+            await receive_version(self.engine, epoch=self.epoch, policy_version=self.version + 1, bucket_timeout_s=0.2)
+        except RoleCallError as error:
+            outcome = {"error": [type(error).__name__, error.message]}
+        await self._record(name, outcome)
+
+    async def _record(self, name: str, outcome: dict[str, Any]) -> None:
         reports = await self.engine.collective_rpc("weights_report")
         unread = [report["unread"] for report in reports]
         self.outcomes[name] = {**outcome, "state": reports[0]["state"], "unread": unread}
@@ -266,6 +278,8 @@ async def dense(bench: Bench) -> None:
     await bench.publish("whole", 0)
     await bench.publish("delta", ALMOST)
     await bench.publish("all changed", 1)
+    await bench.open()
+    await bench.receive_nothing("late actor")
 
 
 async def tied(bench: Bench) -> None:

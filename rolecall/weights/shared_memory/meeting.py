@@ -21,7 +21,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rolecall.errors import ChannelBrokenError, DeadlineError, NotOnThisDeviceError, RoleCallError
+from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError, RoleCallError
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.shared_memory.device_slots import DeviceSlots, open_slots, own_slots
 from rolecall.weights.shared_memory.ring import NONCE_BYTES, Ring, RingReader, SharedReceiver, SharedRoot
@@ -51,10 +51,7 @@ def meet(
     """
     if rendezvous.rank == 0:
         return _meet_as_root(rendezvous, world_size, device, timeout_s, or_gloo)
-    try:
-        return _meet_as_receiver(rendezvous, world_size, device, time.monotonic() + timeout_s)
-    except DeadlineError as error:
-        raise ChannelBrokenError(f"the ranks did not meet within {timeout_s:g} s: {error.message}") from error
+    return _meet_as_receiver(rendezvous, world_size, device, time.monotonic() + timeout_s)
 
 
 def _meet_as_root(
@@ -222,7 +219,7 @@ def _enter(rendezvous: Rendezvous, name: str, device: torch.device, deadline: fl
             while not _is_readable(root, _POLL_S):
                 rendezvous.check()
                 if time.monotonic() > deadline:
-                    raise DeadlineError("the actor did not give its memory")
+                    raise ChannelBrokenError("the ranks did not meet in time: the actor did not give its memory")
             token, descriptors, _, _ = socket.recv_fds(root, _TOKEN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
             logger.info("epoch %d of the weight channel: the actor's memory is not here: %s", rendezvous.epoch, error)

@@ -17,9 +17,6 @@ from rolecall.errors import (
     WorkerLostError,
 )
 
-_COLLATERAL = {ChannelBrokenError.reason, DeadlineError.reason}
-"""What a broken collective, or a meeting that not all came to, makes of receivers that did nothing wrong."""
-
 T = TypeVar("T")
 
 Outcomes = dict[str, T | RoleCallError]
@@ -111,9 +108,11 @@ def names_itself(task: "asyncio.Task[Any]") -> bool:
 
 
 def is_collateral(error: RoleCallError) -> bool:
-    """Whether a receiver may have done nothing wrong: the collective broke under it, or not all came to the meeting."""
+    """Whether a receiver may have done nothing wrong: the collective broke under it, or not all came to the meeting.
+    A deadline is its own: that of its store, its pause or its probe.
+    """
     cause = error.details.get("cause", error.reason) if isinstance(error, TornWeightsError) else error.reason
-    return not isinstance(error, NoAnswer) and cause in _COLLATERAL
+    return cause == ChannelBrokenError.reason
 
 
 def laggards_of(broken: BaseException | None, ranks: Mapping[int, str]) -> set[str]:
