@@ -197,8 +197,9 @@ class WeightsSection(Section):
     """
     bucket_timeout_s: PositiveFloat = 10.0
     """Deadline of one step of a transfer: of forming an epoch, which has MEETING_S_PER_RANK more for each rank, of one
-    bucket, of a receiver's last load and probe, and of its going on. It is what a rollout that hangs then costs the
-    others; unless set, longer over nccl, and for models whose probe takes long on CPUs.
+    bucket, which has as much more as the largest tensor takes at 20 MB/s, of a receiver's last load and probe, and of
+    its going on. It is what a rollout that hangs then costs the others; unless set, longer over nccl, and for models
+    whose probe takes long on CPUs.
     """
     publish_timeout_s: PositiveFloat = 600.0
     """Deadline of one publish, pause and probe included; unless set, longer for larger models, and with pause_mode

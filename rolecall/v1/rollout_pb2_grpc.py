@@ -99,6 +99,7 @@ class RolloutServiceServicer:
 
     def JoinWeightChannel(self, request, context):
         """Joins an epoch of the weight channel. Blocks until all ranks have met or the timeout. FAILED_PRECONDITION (STALE_EPOCH, FENCED).
+        UNAVAILABLE: CHANNEL_BROKEN when they did not all meet, CHANNEL_UNREACHABLE when it is this replica that cannot take part.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,7 +109,8 @@ class RolloutServiceServicer:
         """Receives one version over the open channel, concurrently with the actor's PublishWeights: pauses the engine, loads,
         checks coverage, fingerprints. The weights are then loaded and not attested: nothing is served until Resume.
         Not idempotent. DATA_LOSS (TORN_WEIGHTS) when the load did not finish: the engine serves nothing until a full load does.
-        FAILED_PRECONDITION (ASLEEP) until WakeUp.
+        UNAVAILABLE (CHANNEL_BROKEN) when the epoch broke before it began: the weights are what they were. DEADLINE_EXCEEDED (DEADLINE)
+        when this replica does not come to rest, or is late with its probe. FAILED_PRECONDITION (ASLEEP) until WakeUp.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

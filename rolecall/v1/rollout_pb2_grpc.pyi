@@ -24,12 +24,15 @@ class RolloutServiceStub:
     INVALID_ARGUMENT (PROMPT_TOO_LONG); INTERNAL (GENERATION_FAILED): never an empty response.
     """
     JoinWeightChannel: _aio.UnaryUnaryMultiCallable[_weights_pb2.JoinWeightChannelRequest, _weights_pb2.JoinWeightChannelResponse]
-    """Joins an epoch of the weight channel. Blocks until all ranks have met or the timeout. FAILED_PRECONDITION (STALE_EPOCH, FENCED)."""
+    """Joins an epoch of the weight channel. Blocks until all ranks have met or the timeout. FAILED_PRECONDITION (STALE_EPOCH, FENCED).
+    UNAVAILABLE: CHANNEL_BROKEN when they did not all meet, CHANNEL_UNREACHABLE when it is this replica that cannot take part.
+    """
     ReceiveWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]
     """Receives one version over the open channel, concurrently with the actor's PublishWeights: pauses the engine, loads,
     checks coverage, fingerprints. The weights are then loaded and not attested: nothing is served until Resume.
     Not idempotent. DATA_LOSS (TORN_WEIGHTS) when the load did not finish: the engine serves nothing until a full load does.
-    FAILED_PRECONDITION (ASLEEP) until WakeUp.
+    UNAVAILABLE (CHANNEL_BROKEN) when the epoch broke before it began: the weights are what they were. DEADLINE_EXCEEDED (DEADLINE)
+    when this replica does not come to rest, or is late with its probe. FAILED_PRECONDITION (ASLEEP) until WakeUp.
     """
     Pause: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PauseRequest, _rollout_pb2.PauseResponse]
     """Stops claiming and sampling; requests in flight are kept, finished or aborted as asked. Idempotent."""
@@ -74,7 +77,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.JoinWeightChannelRequest,
         context: _aio.ServicerContext[_weights_pb2.JoinWeightChannelRequest, _abc.Awaitable[_weights_pb2.JoinWeightChannelResponse]],
     ) -> _abc.Awaitable[_weights_pb2.JoinWeightChannelResponse]:
-        """Joins an epoch of the weight channel. Blocks until all ranks have met or the timeout. FAILED_PRECONDITION (STALE_EPOCH, FENCED)."""
+        """Joins an epoch of the weight channel. Blocks until all ranks have met or the timeout. FAILED_PRECONDITION (STALE_EPOCH, FENCED).
+        UNAVAILABLE: CHANNEL_BROKEN when they did not all meet, CHANNEL_UNREACHABLE when it is this replica that cannot take part.
+        """
 
     @_abc_1.abstractmethod
     def ReceiveWeights(
@@ -85,7 +90,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         """Receives one version over the open channel, concurrently with the actor's PublishWeights: pauses the engine, loads,
         checks coverage, fingerprints. The weights are then loaded and not attested: nothing is served until Resume.
         Not idempotent. DATA_LOSS (TORN_WEIGHTS) when the load did not finish: the engine serves nothing until a full load does.
-        FAILED_PRECONDITION (ASLEEP) until WakeUp.
+        UNAVAILABLE (CHANNEL_BROKEN) when the epoch broke before it began: the weights are what they were. DEADLINE_EXCEEDED (DEADLINE)
+        when this replica does not come to rest, or is late with its probe. FAILED_PRECONDITION (ASLEEP) until WakeUp.
         """
 
     @_abc_1.abstractmethod
