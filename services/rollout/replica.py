@@ -71,7 +71,8 @@ class Replica:
         post: Post | None = None,
     ) -> None:
         """`pause_timeout_s` bounds one pause (mode WAIT finishes what runs), `load_timeout_s` one load; requests kept
-        over a load are given up when Resume does not come within `keep_timeout_s` of it, or of a pause that failed;
+        over a load are given up when Resume does not come within `keep_timeout_s` of it, or of a pause that failed, and
+        at once when the load fails by this replica's own fault;
         `on_serving` is told whether the replica serves. `post`, where the device is shared, is held while the engine is
         awake, as it is now.
         """
@@ -263,12 +264,15 @@ class Replica:
                 raise
             except Exception as error:  # an edge: an engine raises whatever it likes, and nothing may stay "loading"
                 self.held.torn()
-                await self._give_up()
                 cause = (
                     error.details.get("cause", error.reason)
                     if isinstance(error, RoleCallError)
                     else TornWeightsError.reason
                 )
+                if cause == ChannelBrokenError.reason:
+                    self._start_keeping()  # others are to blame, and the whole weights are on their way again soon
+                else:
+                    await self._give_up()
                 raise TornWeightsError(
                     f"the load of version {transfer.policy_version} did not finish: {error}", cause=cause
                 ) from error

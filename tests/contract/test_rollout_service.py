@@ -226,6 +226,21 @@ async def test_kept_work_of_an_engine_that_tears_is_given_up(rollout: ReplicaUnd
         await call
 
 
+async def test_kept_work_outlasts_a_channel_that_broke_midway(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    rollout.engine.hold = True
+    call = asyncio.create_task(rollout.generate())
+    await until(lambda: rollout.engine.num_running >= 4)
+    rollout.engine.failures.append(TornWeightsError("a peer is gone", cause=ChannelBrokenError.reason))
+    with pytest.raises(TornWeightsError, match="a peer is gone"):
+        await rollout.receive(2, mode=rollout_pb2.PAUSE_MODE_KEEP_CACHE)
+    assert (await rollout.info()).weights_state == rollout_pb2.WEIGHTS_STATE_TORN
+    await rollout.publish(3, mode=rollout_pb2.PAUSE_MODE_KEEP_CACHE)
+    rollout.engine.hold = False
+    assert len(await call) == 4
+    assert rollout.engine.pauses[-1] is PauseMode.KEEP, "what stands in the cache of torn weights is computed again"
+
+
 async def test_a_channel_that_breaks_before_the_first_bucket_leaves_the_weights_whole(
     rollout: ReplicaUnderTest,
 ) -> None:
@@ -238,17 +253,23 @@ async def test_a_channel_that_breaks_before_the_first_bucket_leaves_the_weights_
     assert len(await rollout.generate(policy_version=1)) == 4
 
 
-async def test_kept_work_is_given_up_when_nobody_resumes(store: StoreUnderTest, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tears", [False, True])
+async def test_kept_work_is_given_up_when_nobody_resumes(store: StoreUnderTest, tmp_path: Path, tears: bool) -> None:
     write_tokenizer(tmp_path)
     async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.002), keep_timeout_s=0.3) as rollout:
         await rollout.publish(1)
         rollout.engine.hold = True
         call = asyncio.create_task(rollout.generate())
         await until(lambda: rollout.engine.num_running >= 4)
-        await rollout.receive(2)
+        if tears:
+            rollout.engine.failures.append(TornWeightsError("a peer is gone", cause=ChannelBrokenError.reason))
+            with pytest.raises(TornWeightsError):
+                await rollout.receive(2)
+        else:
+            await rollout.receive(2)
         with pytest.raises(UnavailableError):
             await call
-        await rollout.resume(2)
+        await (rollout.publish(3) if tears else rollout.resume(2))
         rollout.engine.hold = False
         assert len(await rollout.generate()) == 4
 

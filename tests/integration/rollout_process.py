@@ -21,7 +21,7 @@ import yaml
 from pydantic import SecretStr
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rolecall.errors import ChannelBrokenError, WorkerLostError
+from rolecall.errors import ChannelBrokenError, WeightsMismatchError, WorkerLostError
 from rolecall.rpc import status
 from rolecall.rpc.callers import Caller
 from rolecall.settings import StoreSection, WeightBackend
@@ -119,9 +119,11 @@ class RolloutProcess:
         self.stub.JoinWeightChannel(place, timeout=30)
 
     def transfer(
-        self, *, pause_mode: int = rollout_pb2.PAUSE_MODE_KEEP
+        self, *, pause_mode: int = rollout_pb2.PAUSE_MODE_KEEP, num_sent: int | None = None
     ) -> tuple[Transferred, rollout_pb2.ReceiveWeightsResponse]:
-        """Publishes the model as the next version and returns what both ends saw; nothing is attested."""
+        """Publishes the model as the next version and returns what both ends saw; nothing is attested. `num_sent`:
+        only so many tensors, so that the replica's weights are torn, and WeightsMismatchError.
+        """
         self.version += 1
         request = rollout_pb2.ReceiveWeightsRequest(
             ctl=1,
@@ -135,12 +137,15 @@ class RolloutProcess:
         manifest = build_manifest(self.weights, 64 * 1024, self.adapter)
         try:
             sent = self.publisher.publish(
-                iter(self.weights),
+                iter(self.weights[:num_sent]),
                 manifest,
                 epoch=self.epoch,
                 policy_version=self.version,
                 bucket_timeout_s=BUCKET_TIMEOUT_S,
             )
+        except WeightsMismatchError:
+            receiving.exception()  # bounded: by its deadline above
+            raise
         except ChannelBrokenError:
             receiving.result()  # a receiver that broke it, before all others had everything, says why
             raise

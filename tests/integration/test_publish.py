@@ -180,8 +180,9 @@ async def test_one_whose_commits_hang_in_the_store_costs_the_others_one_attempt(
         assert rig.publisher.policy_version == 2
 
 
-async def test_a_receiver_that_answers_late_costs_the_others_nothing_of_what_they_keep(
-    store: StoreUnderTest, tmp_path: Path
+@pytest.mark.parametrize("fault", [Fault("probe", Kind.HANG), Fault("receive", Kind.HANG)], ids=["late", "stuck"])
+async def test_a_receiver_that_fails_costs_the_others_nothing_of_what_they_keep(
+    store: StoreUnderTest, tmp_path: Path, fault: Fault
 ) -> None:
     async with publishing_run(store, PATIENT | {"weights": {"bucket_timeout_s": 3.0}}, tmp_path) as rig:
         rig.keep_timeout_s = keep_timeout_s(rig.settings.weights)
@@ -190,7 +191,7 @@ async def test_a_receiver_that_answers_late_costs_the_others_nothing_of_what_the
             twin.engine.hold = True
         await rig.admit(6)
         await until(lambda: all(twin.engine.num_running == 4 for twin in rig.twins))
-        rig.twins[2].engine.fault = Fault("probe", Kind.HANG)
+        rig.twins[2].engine.fault = fault
         rig.actor.step = 1
         await rig.publisher.publish(1)
         assert "rollout-2" not in serving(rig)

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
+from rolecall.errors import WeightsMismatchError
 from rolecall.rpc.role_process import RESTART
 from rolecall.trajectory import SAMPLED_COLUMNS, rows_of
 from rolecall.v1 import rollout_pb2, trajectory_pb2
@@ -172,12 +173,20 @@ def test_a_greedy_response_beside_the_others_takes_the_models_likeliest_token_ea
         assert rollout.logprobs(ids[: t + 1])[t] >= max(others) - 1e-4
 
 
-def test_groups_kept_over_a_publish_carry_the_version_of_every_token(rollout: RolloutProcess) -> None:
+@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken first"])
+def test_groups_kept_over_a_publish_carry_the_version_of_every_token(rollout: RolloutProcess, breaks: bool) -> None:
+    before = rollout.version
     first = rollout.ledger.position().next_gid
     for gid in range(first, first + 8):
         assert rollout.ledger.admit(group(gid, [*PROMPT, gid], 4, max_tokens=480, temperature=1.5), b"")
     rollout.wait_for_groups()
     rollout.perturb(1)
+    if breaks:
+        with pytest.raises(WeightsMismatchError):
+            rollout.transfer(num_sent=len(rollout.weights) // 2)
+        info = rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=30)
+        assert info.weights_state == rollout_pb2.WEIGHTS_STATE_TORN
+        rollout.open_epoch()
     sent, received = rollout.publish()
     assert np.abs(decode_tensor(received.probe.logprobs, "probe") - rollout.logprobs(PROBE)).max() < 1e-4
     seen: set[int] = set()
@@ -194,14 +203,14 @@ def test_groups_kept_over_a_publish_carry_the_version_of_every_token(rollout: Ro
             seen |= set(versions.tolist())
             mixed += len(set(versions.tolist())) > 1
             assert (np.diff(versions) >= 0).all()
-            new = row["policy_versions"] == 2
+            new = row["policy_versions"] == rollout.version
             if new.any():
                 check_sampled_from(
                     row["rollout_logprobs"][new], rollout.logprobs(row["token_ids"].tolist(), temperature=1.5)[new]
                 )
-            assert {span.weights_digest for span in meta.spans} <= {rollout.digests[1], sent.digest}
-    assert seen <= {1, 2}
-    assert 2 in seen
+            assert {span.weights_digest for span in meta.spans} <= {rollout.digests[before], sent.digest}
+    assert seen <= {before, rollout.version}
+    assert rollout.version in seen
     assert mixed > 0
     use = rollout.stub.GetInfo(rollout_pb2.GetRolloutInfoRequest(), timeout=30).engine_use
     assert 0 < use.kv_cache_usage < 1
