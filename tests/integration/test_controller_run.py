@@ -456,7 +456,7 @@ async def test_a_paused_run_without_rollouts_outlives_a_hiccup_of_its_store(
     light_run: LightRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody pays for rollouts that wait; a loop that starts over then finds none for longer than it would wait."""
-    async with light_run(run={"num_steps": 1000}, controller={"stall_timeout_s": 1.0}) as run:
+    async with light_run(run={"num_steps": 1000}, controller={"stall_timeout_s": 3.0}) as run:
         async with run.controller() as life:
             async with run.rollout("rollout-0", token_s=0.002):
                 await life.reaches(1)
@@ -470,7 +470,7 @@ async def test_a_paused_run_without_rollouts_outlives_a_hiccup_of_its_store(
 
             monkeypatch.setattr(Ledger, "pending", failing_once)
             await life.shows(lambda status: status.num_recoveries == 1)
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(5.0)
             assert not life.running.done()
             async with run.rollout("rollout-1"):
                 step = (await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)).step
@@ -481,14 +481,15 @@ async def test_a_paused_run_without_rollouts_outlives_a_hiccup_of_its_store(
 
 
 async def test_a_paused_run_waits_for_rollouts_also_when_its_controller_is_another(light_run: LightRun) -> None:
-    hasty = {"start_timeout_s": 1.0, "stall_timeout_s": 1.0}
-    async with light_run(run={"num_steps": 1000}, controller=hasty) as run:
+    hasty = {"start_timeout_s": 5.0, "stall_timeout_s": 5.0}
+    async with light_run(run={"num_steps": 1000}) as run:
         async with run.controller() as life, run.rollout("rollout-0", token_s=0.002):
             await life.reaches(1)
             await life.stub.PauseRun(pb.PauseRunRequest())
             await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
+        run.settings = run.settings.model_copy(update={"controller": run.settings.controller.model_copy(update=hasty)})
         async with run.controller() as life:
-            await asyncio.sleep(3.0)
+            await asyncio.sleep(7.0)
             assert not life.running.done()
             async with run.rollout("rollout-1"):
                 await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
