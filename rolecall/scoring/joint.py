@@ -3,14 +3,16 @@
 A call takes its caller and the server the same whatever it holds, which is most of the work where the scorer is cheap.
 A scorer that takes its time is called as if there were none of this, a group at a time: a call holds no more than
 would be answered within JOINT_S, by the last one. A joint call decides nothing against a group: one that fails in it
-for a reason that may be another's is sent again by itself.
+for a reason that may be another's is sent again by itself, and goes by itself until it has its scores. So a group that
+holds a call until its deadline holds up those of one call, once.
 
-Bounds: `num_calls` at a time, of MAX_ITEMS or one group; what waits is bounded by the callers.
+Bounds: `num_calls` at a time, of MAX_ITEMS or one group; what waits is bounded by the callers. MAX_APART groups are
+remembered.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +25,15 @@ JOINT_S = 0.1
 """Seconds that a joint call is expected to take at most: far from any deadline."""
 MAX_ITEMS = 256
 """Most items of a joint call."""
+MAX_APART = 1024
+"""Most groups that go by themselves; then the one that failed longest ago is forgotten."""
 
 
 @dataclass(frozen=True)
 class _Asked:
     items: Sequence[reward_pb2.ScoreItem]
+    is_apart: bool
+    """Whether it goes by itself."""
     outcomes: "asyncio.Future[list[Outcome] | None]"
     """None: they are to be sent again by themselves."""
     context: Context
@@ -50,14 +56,28 @@ class JointCalls:
         self._running: set[asyncio.Task[None]] = set()
         self._most_items = 0
         """Items that would be answered within JOINT_S, by the last call; 0 after a failure."""
+        self._apart: dict[str, None] = {}
+        """Names of the groups whose last call failed, in that order."""
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
         """Returns what `call` returns for `items`."""
-        asked = _Asked(items, asyncio.get_running_loop().create_future(), copy_context())
+        groups = {item.group for item in items}
+        is_apart = not self._apart.keys().isdisjoint(groups)
+        asked = _Asked(items, is_apart, asyncio.get_running_loop().create_future(), copy_context())
         self._waiting.append(asked)
         self._begin()
         outcomes = await asked.outcomes  # bounded: by the calls before it, each with its deadline
-        return await self._call(items) if outcomes is None else outcomes
+        outcomes = await self._call(items) if outcomes is None else outcomes
+        self._note(groups, any(isinstance(outcome, Failure) and outcome.retryable for outcome in outcomes))
+        return outcomes
+
+    def _note(self, groups: Iterable[str], have_failed: bool) -> None:
+        for group in groups:
+            self._apart.pop(group, None)
+            if have_failed:
+                self._apart[group] = None
+        for group in list(islice(self._apart, max(0, len(self._apart) - MAX_APART))):
+            del self._apart[group]
 
     def _begin(self) -> None:
         while self._waiting and len(self._running) < self._num_calls:
@@ -75,10 +95,11 @@ class JointCalls:
 
     def _next(self) -> list[_Asked]:
         """Takes what goes together, without those who have left."""
-        number, num_items = 1, len(self._waiting[0].items)
+        first = self._waiting[0]
+        number, num_items = 1, len(first.items)
         for asked in self._waiting[1:]:
             num_items += len(asked.items)
-            if num_items > self._most_items:
+            if num_items > self._most_items or first.is_apart or asked.is_apart:
                 break
             number += 1
         taken, self._waiting = self._waiting[:number], self._waiting[number:]

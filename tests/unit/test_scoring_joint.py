@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rolecall.scoring.joint import MAX_ITEMS, JointCalls
+from rolecall.scoring.joint import MAX_APART, MAX_ITEMS, JointCalls
 from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.v1 import reward_pb2
 
@@ -82,6 +82,38 @@ async def test_a_scorer_that_is_away_is_not_asked_again_for_each_group() -> None
     assert len(scorer.calls) == 2
     await scored(joint, [7, 8, 9])
     assert scorer.calls[2:] == [["7"], ["8", "9"]], "and then one group first"
+
+
+async def test_a_group_whose_call_failed_holds_up_nobody_when_it_is_asked_again() -> None:
+    scorer = ScriptedScorer(0.0001)
+    scorer.poison["3"] = Failure("DEADLINE", "its call was held to the end", retryable=True)
+    joint = scorer.joint()
+    await scored(joint, range(4))
+    assert scorer.calls.pop() == ["1", "2", "3"]
+    await scored(joint, [7])  # the scorer is as fast as before
+    scorer.calls.clear()
+    outcomes = await scored(joint, [8, 3, 1, 9, 10])
+    assert scorer.calls == [["8"], ["3"], ["1"], ["9", "10"]], "nor do those that failed with it"
+    assert [isinstance(of_group[0], Score) for of_group in outcomes] == [True, False, True, True, True]
+    scorer.poison.clear()
+    await scored(joint, [3])
+    scorer.calls.clear()
+    await scored(joint, [8, 3, 1, 9])
+    assert scorer.calls == [["8"], ["3", "1", "9"]], "once it has its scores, it is a group like the others"
+
+
+async def test_only_so_many_groups_are_remembered_for_their_failures() -> None:
+    scorer = ScriptedScorer(0.0001)
+    names = [str(number) for number in range(MAX_APART + 1)]
+    scorer.poison = dict.fromkeys(names, Failure("UNAVAILABLE", "it is away", retryable=True))
+    joint = scorer.joint()
+    for number in range(MAX_APART + 1):
+        await joint.score(group(number))
+    scorer.poison.clear()
+    await scored(joint, [-1])
+    scorer.calls.clear()
+    await scored(joint, [-1, 0, -2, 1, -3])
+    assert scorer.calls == [["-1"], ["0", "-2"], ["1"], ["-3"]], "the first is forgotten, the others are not"
 
 
 async def test_who_has_left_is_not_sent_and_the_others_are() -> None:
