@@ -46,7 +46,7 @@ async def test_a_full_disk_of_a_crowded_store_is_tried_again_though_no_step_come
 ) -> None:
     """Nothing is admitted before rows are freed, and no batch comes before something is admitted."""
     monkeypatch.setattr(loop, "ROOM_RETRY_S", 0.2)
-    hasty: dict[str, dict[str, Any]] = {"controller": {"stall_timeout_s": 0.5}, "reward": {"timeout_s": 0.3}}
+    hasty: dict[str, dict[str, Any]] = {"controller": {"stall_timeout_s": 3.0}, "reward": {"timeout_s": 0.3}}
     async with light_run(run={"num_steps": 12, "checkpoint_every_steps": 1000}, **hasty) as run:
         crowd(run)
         trainer = run.actor.trainer
@@ -54,7 +54,7 @@ async def test_a_full_disk_of_a_crowded_store_is_tried_again_though_no_step_come
         trainer.cannot_write = trouble == "no room for the files"
         async with run.controller() as life, run.rollout("rollout-0"):
             await life.shows(lambda status: status.step == 2 and "a checkpoint: the rows" in status.waiting_for)
-            await asyncio.sleep(3.0)  # longer than anything else is waited for
+            await asyncio.sleep(6.0)  # longer than anything else is waited for
             assert not life.running.done()
             trainer.disk_is_full = trainer.cannot_write = False
             await life.ends()
@@ -62,13 +62,13 @@ async def test_a_full_disk_of_a_crowded_store_is_tried_again_though_no_step_come
 
 
 async def test_a_checkpoint_that_takes_long_stalls_no_run_that_waits_for_it(light_run: LightRun) -> None:
-    sections: dict[str, dict[str, Any]] = {"controller": {"stall_timeout_s": 0.5}, "reward": {"timeout_s": 0.5}}
+    sections: dict[str, dict[str, Any]] = {"controller": {"stall_timeout_s": 3.0}, "reward": {"timeout_s": 0.5}}
     async with light_run(run={"num_steps": 6, "checkpoint_every_steps": 1000}, **sections) as run:
         crowd(run)
         run.actor.trainer.may_write.clear()
         async with run.controller() as life, run.rollout("rollout-0"):
             await life.reaches(2)
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(6.0)
             assert not life.running.done()
             run.actor.trainer.may_write.set()
             await life.ends()

@@ -61,14 +61,15 @@ def test_a_port_in_use_is_named_with_its_setting_before_anything_starts(
 
 def test_one_port_for_two_roles_and_for_several_replicas_is_refused(tmp_path: Path) -> None:
     config = write_light_config(tmp_path)
-    both = ["controller.bind=127.0.0.1:45678", "reward.bind=127.0.0.1:45678"]
+    # no port that the kernel gives to connections: they come and go beside this test
+    both = ["controller.bind=127.0.0.1:23456", "reward.bind=127.0.0.1:23456"]
     (told,) = find_problems(load_settings(config, both), io.StringIO())
-    assert told == "reward.bind 127.0.0.1:45678 is controller.bind's, too; give each its own port, or 0 for a free one"
+    assert told == "reward.bind 127.0.0.1:23456 is controller.bind's, too; give each its own port, or 0 for a free one"
     (told,) = find_problems(
-        load_settings(config, ["rollout.num_replicas=2", "rollout.bind=127.0.0.1:45678"]), io.StringIO()
+        load_settings(config, ["rollout.num_replicas=2", "rollout.bind=127.0.0.1:23456"]), io.StringIO()
     )
     assert (
-        told == "rollout.bind 127.0.0.1:45678 is the address of every replica's, too; give each its own port, or 0 for "
+        told == "rollout.bind 127.0.0.1:23456 is the address of every replica's, too; give each its own port, or 0 for "
         "a free one"
     )
 
