@@ -122,7 +122,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
 
 def keep_timeout_s(weights: WeightsSection) -> float:
     """Seconds that requests are kept for a version that nobody attests: longer than a publish may still take when this
-    replica has loaded, whoever else is late.
+    replica has loaded, whoever else is late, and than the next attempt takes to begin when the channel broke under it.
 
     One bucket's deadline for the last buckets of the others, one for their loads and probes, one call of the store that
     attests, and one more deadline for Resume.

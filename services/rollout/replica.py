@@ -71,10 +71,9 @@ class Replica:
         post: Post | None = None,
     ) -> None:
         """`pause_timeout_s` bounds one pause (mode WAIT finishes what runs), `load_timeout_s` one load; requests kept
-        over a load are given up when Resume does not come within `keep_timeout_s` of it, or of a pause that failed, and
-        at once when the load fails by this replica's own fault;
-        `on_serving` is told whether the replica serves. `post`, where the device is shared, is held while the engine is
-        awake, as it is now.
+        over a load are given up when Resume, or the next load, does not come within `keep_timeout_s` of it, or of a
+        pause that failed, and at once when the load fails by this replica's own fault. `on_serving` is told whether the
+        replica serves. `post`, where the device is shared, is held while the engine is awake, as it is now.
         """
         self._engine = engine
         self._post = post

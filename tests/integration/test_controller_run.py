@@ -462,6 +462,7 @@ async def test_a_paused_run_without_rollouts_outlives_a_hiccup_of_its_store(
                 await life.reaches(1)
                 await life.stub.PauseRun(pb.PauseRunRequest())
                 await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
+            await life.shows(lambda status: all(worker.lost for worker in status.workers))
             pending = Ledger.pending
 
             def failing_once(ledger: Ledger) -> Any:

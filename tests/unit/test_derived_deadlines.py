@@ -58,6 +58,7 @@ def test_a_large_model_with_long_responses_on_gpus_gets_the_time_it_takes(
     assert settings.rollout.hang_s >= 60
     assert settings.actor.hang_s > 2 * 32.75e9 * 34000 / 2e12, "the critic is on CPUs, where a pass takes long"
     assert settings.weights.bucket_timeout_s >= 60
+    assert settings.weights.publish_timeout_s >= 600 + 2 * 65.5e9 / 200e6, "six copies over 10 Gbit/s"
     assert settings.controller.start_timeout_s >= 900 + 65.5e9 / 100e6
     assert settings.controller.stall_timeout_s >= settings.controller.start_timeout_s
     tokens, flops = 512 * (32768 + 1024), 6 * 32.75e9
