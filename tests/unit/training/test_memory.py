@@ -37,7 +37,8 @@ def test_a_peak_counts_for_every_phase_that_it_is_inside_of_and_for_no_other() -
 
 
 def test_a_lack_of_memory_names_phase_largest_tensors_and_remedy_and_leaves_an_account(tmp_path: Path) -> None:
-    weight, moment, unnamed = torch.ones(2048, 1024), torch.ones(1024, 1024), torch.ones(5, 2**20)
+    # never written, so that they take no memory; larger than whatever the tests before left in this process
+    weight, moment, unnamed = torch.empty(2**15, 1024), torch.empty(2**14, 1024), torch.empty(64, 2**20)
     memory = PhaseMemory(CPU, role="ref/0", rank=1, folder=tmp_path / "memory")
     memory.holdings = lambda: {
         "parameters": {"head.weight": weight},
@@ -48,9 +49,9 @@ def test_a_lack_of_memory_names_phase_largest_tensors_and_remedy_and_leaves_an_a
     message = failure.value.message
     assert "rank 1 of ref/0 ran out of memory in backward on cpu" in message
     assert "can't allocate memory" in message
-    assert "parameters 0.00781 GiB" in message
+    assert "parameters 0.125 GiB" in message
     assert (
-        f"the largest: a tensor float32 [5, {2**20}] 0.0195 GiB, head.weight float32 [2048, 1024] 0.00781 GiB"
+        f"the largest: a tensor float32 [64, {2**20}] 0.25 GiB, head.weight float32 [{2**15}, 1024] 0.125 GiB"
         in message
     )
     assert "token_budget" in message
