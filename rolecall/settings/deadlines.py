@@ -42,7 +42,9 @@ PROBED_TOKENS = 2 * 256
 GPU_START_S = 900.0
 """Compilation and the capture of CUDA graphs, beside the reading."""
 GPU_HANG_S = 300.0
-"""First calls of kernels and communicators, and pinning of host memory: nothing of it counts as progress."""
+"""First calls of kernels and communicators, pinning of host memory, and compiling layers, on CPUs too: nothing of it
+counts as progress.
+"""
 GPU_ROLLOUT_HANG_S = 60.0
 """Kernels that are compiled at the first request of their shape."""
 NCCL_OPEN_S = 60.0
@@ -174,7 +176,7 @@ class _Derivation:
         ]
         microbatches = [
             max(
-                GPU_HANG_S if section.devices else 0.0,
+                GPU_HANG_S if section.devices or actor.torch_compile else 0.0,
                 self._pass_s(section, path, section.token_budget / section.parallel.slot_size),
             )
             for section, path in self._trainers

@@ -223,6 +223,10 @@ class ActorSection(TrainerSection):
     """Keep activations in host memory between a layer's forward and its backward; with gradient_checkpointing the
     layers' inputs, which are all there is. The actor and the critic.
     """
+    torch_compile: bool = False
+    """Compile norms, rotations and activations of each layer into few kernels, during the first passes (torch.compile):
+    faster on GPUs and with less memory. Every trainer.
+    """
     train_timeout_s: PositiveFloat = 3600.0
     """Deadline of one Train, SaveCheckpoint or LoadCheckpoint call of the actor or the critic; unless set, longer with
     the batch and the largest model.
@@ -234,8 +238,8 @@ class ActorSection(TrainerSection):
     hang_s: PositiveFloat = 30.0
     """Longest time at work without progress before a trainer is taken for hung and replaced.
 
-    Progress is a layer's pass over a microbatch, or a tensor published or loaded. Unless set, 300 on GPUs, and longer
-    for larger models.
+    Progress is a layer's pass over a microbatch, or a tensor published or loaded. Unless set, 300 on GPUs and with
+    torch_compile, and longer for larger models.
     """
     optimizer: OptimizerSection = OptimizerSection()
     """Optimizer."""
@@ -259,6 +263,7 @@ class ActorSection(TrainerSection):
         only_fsdp = [
             ("lora", self.lora is not None, "leave it out"),
             ("activation_offload", self.activation_offload, "set gradient_checkpointing"),
+            ("torch_compile", self.torch_compile, "leave it out"),
             ("optimizer.kind muon", self.optimizer.kind != "adamw", "set adamw"),
             ("parallel.reduce_dtype bfloat16", self.parallel.reduce_dtype != "float32", "set float32"),
             ("parallel.keep_gathered", self.parallel.keep_gathered is not None, "leave it out"),

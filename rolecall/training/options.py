@@ -40,6 +40,8 @@ class EngineOptions:
     """Recompute activations in backward instead of keeping them."""
     activation_offload: bool = False
     """Keep activations in host memory between a layer's forward and its backward."""
+    torch_compile: bool = False
+    """Compile what lies between a layer's matrix products and attention (model/compiled.py)."""
     routers: bool = False
     """Record what routers of experts say (TokenOutputs.routing). ConfigError when the model has none."""
     router_replay: bool = False

@@ -159,6 +159,10 @@ def test_a_layout_that_the_model_does_not_fit_is_told(
             "activation_offload is not there with backend megatron; set gradient_checkpoint",
         ),
         (
+            "actor.torch_compile=true",
+            "torch_compile is not there with backend megatron; leave it out, or use backend f",
+        ),
+        (
             "actor.parallel.keep_gathered=true",
             "parallel.keep_gathered is not there with backend megatron; leave it out, or",
         ),

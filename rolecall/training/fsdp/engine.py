@@ -42,6 +42,7 @@ from rolecall.training.fsdp.shards import Shards
 from rolecall.training.model.activation_offload import ActivationOffload, Copies
 from rolecall.training.model.attention import TracedAttention, plan_attention
 from rolecall.training.model.box import local_part, whole
+from rolecall.training.model.compiled import compile_layers
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.huggingface import ModelFiles
 from rolecall.training.model.logprobs import Wanted
@@ -129,6 +130,8 @@ class FsdpEngine:
         if self.layout.tensor_mesh is not None:
             split_tensors(self._model.hf, self.layout.tensor_mesh)
         self._shards = Shards(self._model, self.layout, options, self._memory)
+        if options.torch_compile:
+            compile_layers(self._model, self.layout.world_size, deterministic=options.deterministic)
         self._progress.follow(layers(self._model))
         self._activations = (
             ActivationOffload(layers(self._model), Copies(device)) if options.activation_offload else None

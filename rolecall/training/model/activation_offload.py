@@ -48,8 +48,10 @@ class ActivationOffload:
     def recording(self) -> Iterator[None]:
         """Keeps the layers' activations of what is computed inside on the host."""
         self._tape = tape = _Tape(self._num_layers, self._copies)
+        # compiled layers save tensors, too: the hooks are not theirs to compile
+        hooks = [torch.compiler.disable(hook) for hook in (tape.pack, tape.unpack)]  # type: ignore[no-untyped-call]
         try:
-            with torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(*hooks):
                 yield
         finally:
             self._tape = None

@@ -307,4 +307,5 @@ def _takes_grouped_heads(varlen_attn: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-AttentionInterface.register(NAME, packed_attention)
+# Not for compilers of layers: the plan, lists of tensors, differs from microbatch to microbatch.
+AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))  # type: ignore[no-untyped-call]

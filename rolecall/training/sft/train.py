@@ -93,6 +93,7 @@ class SftRank:
             megatron=actor.megatron,
             gradient_checkpointing=actor.gradient_checkpointing,
             activation_offload=actor.activation_offload,
+            torch_compile=actor.torch_compile,
             routers=actor.moe is not None,
             seed=run.seed,
         )

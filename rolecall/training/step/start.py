@@ -66,6 +66,7 @@ def start_store_context(
         megatron=actor.megatron,
         gradient_checkpointing=actor.gradient_checkpointing and optimizer is not None,
         activation_offload=actor.activation_offload and optimizer is not None,
+        torch_compile=actor.torch_compile,
         routers=moe is not None,
         router_replay=router_replay,
         deterministic=settings.run.deterministic,

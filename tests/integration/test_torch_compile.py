@@ -1,0 +1,114 @@
+"""Compiled layers compute what others do, in graphs that all layers and all lengths share."""
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from rolecall.settings import LoraSection, OptimizerSection
+from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.options import EngineOptions
+from rolecall.training.packing.pack import pack
+from tests.integration.fsdp_ranks import make_rows, train_step
+from tests.tiny_models import write_qwen3, write_qwen3_moe
+
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch asks its own tensors
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="no C++ compiler (g++), which kernels for CPUs are made with"
+    ),
+]
+BUDGETS = (200, 64, 31)
+"""Tokens of a microbatch: each step packs the same rows into other numbers of tokens."""
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {"dense": write_qwen3(root / "dense", num_layers=10), "moe": write_qwen3_moe(root / "moe")}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.config.suppress_errors = False
+
+
+def make_engine(path: Path, device: str = "cpu", **more: Any) -> FsdpEngine:
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    options = {"optimizer": OptimizerSection(learning_rate=1e-3), "dtype": dtype, "total_steps": 8, **more}
+    return FsdpEngine(EngineOptions(path=path, head="policy", **options), device=torch.device(device))
+
+
+def trained(engine: FsdpEngine) -> list[dict[str, float]]:
+    rows = make_rows(8)
+    return [train_step(engine, rows, token_budget=budget, seed=step) for step, budget in enumerate(BUDGETS)]
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "kept": ("dense", {}),
+    "recomputed": ("dense", {"gradient_checkpointing": True}),
+    "offloaded": ("dense", {"activation_offload": True}),
+    "adapters": ("dense", {"lora": LoraSection(rank=4)}),
+    "experts": ("moe", {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "device"),
+    [
+        *(
+            (way, "cpu") for way in ("kept", "recomputed", "offloaded")
+        ),  # one set of kernels: C++ takes minutes for more
+        *(pytest.param(way, "cuda", marks=ON_GPU) for way in WAYS),
+    ],
+)
+def test_compiled_layers_train_as_others_do(
+    models: dict[str, Path], way: str, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind, more = WAYS[way]
+    expected = trained(make_engine(models[kind], device, **more))
+    assert not counters["stats"]
+    with caplog.at_level(logging.WARNING, "torch._dynamo"):
+        compiled = trained(make_engine(models[kind], device, **more, torch_compile=True))
+    assert counters["stats"]["unique_graphs"] > 0
+    assert kind == "moe" or not caplog.records, "a graph could not be compiled"
+    for ours, theirs in zip(compiled, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-2 if device == "cuda" else 1e-4)
+
+
+def test_all_layers_and_all_lengths_share_their_graphs(models: dict[str, Path]) -> None:
+    engine = make_engine(models["dense"], torch_compile=True)
+    trained(engine)
+    engine.forward([pack(make_rows(2), [], temperature=0.7, device=engine.device)])
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert 0 < num_graphs <= 8, "ten layers, before and after attention, with gradients and without"
+    trained(engine)
+    for num_rows in (1, 3, 5):
+        engine.forward([pack(make_rows(num_rows, seed=num_rows), [], temperature=0.7, device=engine.device)])
+    assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+def test_a_layer_that_cannot_be_compiled_is_computed_as_before(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(make_engine(models["dense"]))
+    engine = make_engine(models["dense"], torch_compile=True)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no kernel for this")
+
+    monkeypatch.setattr("torch._inductor.compile_fx._compile_fx_inner", broken)
+    for ours, theirs in zip(trained(engine), expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
