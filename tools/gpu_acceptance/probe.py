@@ -5,6 +5,7 @@ own; random weights, heads of three
 spreads of logits.
 """
 
+import copy
 import gc
 from pathlib import Path
 
@@ -96,9 +97,10 @@ def _by_engine(engine: FsdpEngine, ids: Array, stage: Stage, *, plain: bool) -> 
 def _by_transformers(stage: Stage, engine: FsdpEngine, texts: dict[str, Array]) -> dict[tuple[str, str], Array]:
     """Returns the logprobs of transformers by (attention or dtype, text)."""
     said: dict[tuple[str, str], Array] = {}
+    config = copy.deepcopy(engine.config)  # the way to attend is set in it, and the engine reads its own at each pass
     for dtype in (torch.bfloat16, torch.float32):
         with torch.device(stage.device):
-            model = Qwen3ForCausalLM._from_config(engine.config, dtype=dtype, attn_implementation="sdpa").eval()
+            model = Qwen3ForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
         model.load_state_dict(dict(engine.named_weights()))
         ways = ("sdpa", "eager") if dtype == torch.bfloat16 else ("sdpa",)
         for way in ways:

@@ -16,6 +16,7 @@ from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.account.peaks import peak_flops
 from rolecall.training.engine import Microbatch
 from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.model.compiled import compile_layers
 from rolecall.training.model.packed_model import build_model
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.packing.pack import Row, local_counts
@@ -24,13 +25,15 @@ from tools.gpu_acceptance.findings import Findings
 from tools.gpu_acceptance.stage import Size, Stage, make_engine, make_rows, packed, write_zeros
 
 MFU = 0.35
-"""Least share of the peak at 4B without recomputation."""
+"""Least share of the peak at 4B, compiled, without recomputation."""
 NORM = 0.02
 """Largest relative gap between gradient norms of the bfloat16 and the float32 engine."""
 _FILLED = 0.88
 """Share of the device's memory that a configuration may be expected to take: the allocator leaves gaps."""
 SPREAD = 0.02
 """Largest relative gap between two runs of the same work."""
+_SILENCE_LAYERS = 8
+"""Enough to tell a layer's time from the head's; 36 would be loaded for longer than they are measured."""
 
 
 @dataclass
@@ -51,9 +54,9 @@ class Silence:
 
 
 def check_engine(found: Findings, folder: Path) -> None:
-    """Three shapes, with and without recomputation, at two budgets of tokens."""
+    """Two shapes, with and without recomputation; the larger one's layers compiled, too."""
     stage = Stage.of(found, folder)
-    sizes: Sequence[Size] = stage.pick(("4B", "0.6B", "1.7B"), ("4B",))  # the one that is judged first
+    sizes: Sequence[Size] = stage.pick(("4B", "0.6B"), ("4B",))  # the one that is judged first
     for size in sizes:
         with found.attempt(size):
             _measure_size(stage, size)
@@ -68,26 +71,25 @@ def _measure_size(stage: Stage, size: Size) -> None:
     started = time.monotonic()
     engine = make_engine(stage, path, memory=memory, progressed=silence)
     stage.found.figure(f"{size} loaded in s", time.monotonic() - started)
-    for checkpointing in (True, False):
-        _recompute(engine, checkpointing)
-        expected = _memory_needed(stage, engine)
-        budgets = stage.pick(
-            ((32768, 16384) if size == "4B" else (32768,)) if checkpointing else (32768, 16384, 8192, 4096), (64, 32)
-        )
-        for budget in budgets:
-            if expected(budget) > _FILLED * memory_bytes(stage.device)[1]:
-                stage.found.figure(_name(size, budget, checkpointing), f"would take {expected(budget) / 2**30:.0f} GiB")
-                continue
-            _measure(stage, engine, size, budget, checkpointing, memory, silence)
-            _free(stage)
-            if not checkpointing:
-                break  # the largest that fits
+    for compiled in (False, True) if size == "4B" else (False,):
+        if compiled:
+            compile_layers(engine._model, 1, deterministic=False)
+        for checkpointing in (True, False):
+            _recompute(engine, checkpointing)
+            expected = _memory_needed(stage, engine)
+            for budget in stage.pick((16384,) if size == "4B" and checkpointing else (32768, 16384, 8192, 4096), (64,)):
+                if expected(budget) <= _FILLED * memory_bytes(stage.device)[1]:
+                    _measure(stage, engine, Case(size, budget, checkpointing, compiled), memory, silence)
+                    _free(stage)
+                    break  # the largest that fits
+            else:
+                stage.found.require(f"no budget of {size} fits", False)
 
 
 def _memory_needed(stage: Stage, engine: FsdpEngine) -> Callable[[int], float]:
-    """Bytes that a microbatch of so many tokens will take with everything that is held, from two small ones. A pass
-    that runs out of memory leaves FSDP
-    in the middle of it, so none is tried.
+    """Bytes that a microbatch of so many tokens will take with everything that is held, an earlier microbatch's
+    gradients included, from two small ones. A pass that runs out of memory leaves FSDP in the middle of it, so none is
+    tried.
     """
     small = stage.pick((1024, 3072), (8, 24))
     peaks = []
@@ -96,6 +98,7 @@ def _memory_needed(stage: Stage, engine: FsdpEngine) -> Callable[[int], float]:
         microbatch, objective = packed(rows, stage.device), SftObjective(local_counts(rows))
         engine.forward_backward([microbatch], objective, entropy=True)
         engine.step()  # makes the moments
+        engine.forward_backward([microbatch], objective, entropy=True)  # makes the gradients
         take_peak_bytes(stage.device)
         engine.forward_backward([microbatch], objective, entropy=True)
         wait_for(stage.device)
@@ -105,22 +108,23 @@ def _memory_needed(stage: Stage, engine: FsdpEngine) -> Callable[[int], float]:
     return lambda num_tokens: peaks[1] + 1.1 * a_token * max(0, num_tokens - small[1])
 
 
-def _name(size: Size, budget: int, checkpointing: bool) -> str:
-    return f"{size} {'gc' if checkpointing else 'no gc'} {f'{budget // 1024}k' if budget >= 1024 else budget}"
+@dataclass(frozen=True)
+class Case:
+    """One configuration that is measured."""
+
+    size: Size
+    budget: int
+    """Tokens of a microbatch."""
+    checkpointing: bool
+    compiled: bool
+
+    def __str__(self) -> str:
+        budget = f"{self.budget // 1024}k" if self.budget >= 1024 else self.budget
+        return f"{self.size} {'compiled ' if self.compiled else ''}{'gc' if self.checkpointing else 'no gc'} {budget}"
 
 
-def _measure(
-    stage: Stage,
-    engine: FsdpEngine,
-    size: Size,
-    budget: int,
-    checkpointing: bool,
-    memory: PhaseMemory,
-    silence: Silence,
-) -> None:
-    """One configuration."""
-    name = _name(size, budget, checkpointing)
-    rows = _rows(budget, engine.config.vocab_size)
+def _measure(stage: Stage, engine: FsdpEngine, case: Case, memory: PhaseMemory, silence: Silence) -> None:
+    rows = _rows(case.budget, engine.config.vocab_size)
     counts = local_counts([row for microbatch in rows for row in microbatch])
     microbatches = [packed(microbatch, stage.device) for microbatch in rows]
     objective = SftObjective(counts)
@@ -137,13 +141,13 @@ def _measure(
     peak, spread = peak_flops(name_of(stage.device), engine.dtype), abs(runs[0] - runs[1]) / min(runs)
     mfu = flops / min(runs) / peak if peak else 0.0
     stage.found.figure(
-        name,
+        str(case),
         f"{num_tokens / min(runs):.0f} tokens/s, MFU {mfu:.0%}, {peaks} GiB, silent {silence.longest_s:.2g} s, "
         f"spread {spread:.1%}",
     )
-    stage.found.require(f"two runs of {name} differ by {spread:.1%}", spread < SPREAD, on_device=True)
-    if size == "4B" and not checkpointing:
-        stage.found.require(f"MFU of {name} is {mfu:.1%}", mfu >= MFU, on_device=True)
+    stage.found.require(f"two runs of {case} differ by {spread:.1%}", spread < SPREAD, on_device=True)
+    if case.size == "4B" and case.compiled and not case.checkpointing:
+        stage.found.require(f"MFU of {case} is {mfu:.1%}", mfu >= MFU, on_device=True)
 
 
 def _rows(budget: int, vocab: int) -> list[list[Row]]:
@@ -173,12 +177,11 @@ def _compare_norms(stage: Stage) -> None:
 
 
 def check_silence(found: Findings, folder: Path) -> None:
-    """One row of 32k tokens at the widest shape that fits, recomputed: the longest time in which the engine shows no
-    progress."""
+    """One row of 32k tokens through a few layers of an 8B model, recomputed: the longest time in which the engine shows
+    no progress."""
     stage = Stage.of(found, folder)
     length = stage.pick(32768, 48)
-    num_layers = _layers_that_fit(stage)
-    config = stage.config("8B", **stage.pick({"num_hidden_layers": num_layers}, {}))
+    config = stage.config("8B", **stage.pick({"num_hidden_layers": _SILENCE_LAYERS}, {}))
     silence = Silence()
     engine = make_engine(stage, write_zeros(folder / "8B", config), gradient_checkpointing=True, progressed=silence)
     rows = make_rows([length], config.vocab_size)
@@ -207,15 +210,6 @@ def check_silence(found: Findings, folder: Path) -> None:
     found.at_most("silence at 32B if it is a layer's, s", silence.longest_s * scale, GPU_HANG_S, on_device=True)
     found.require("no progress was shown", 0 < silence.longest_s < seconds, on_device=True)
     found.require("the pass took no time", seconds > 0)
-
-
-def _layers_that_fit(stage: Stage) -> int:
-    """Layers at 8B's width whose float32 weights and gradients, and a row of 32k, fit into three quarters of the
-    memory."""
-    # Less a layer's activations, and the embedding and the head with their gradients.
-    free = memory_bytes(stage.device)[1] * 0.75 - 12e9 - 16 * 151_936 * 4096
-    a_layer = 8 * 193e6 + 2 * 32768 * 4096
-    return max(2, min(36, int(free / a_layer)))
 
 
 def _recompute(engine: FsdpEngine, on: bool) -> None:

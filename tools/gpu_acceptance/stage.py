@@ -173,6 +173,7 @@ def make_engine(
     memory: PhaseMemory | None = None,
     gradient_checkpointing: bool = False,
     activation_offload: bool = False,
+    torch_compile: bool = False,
 ) -> FsdpEngine:
     """An engine of one rank over `model`, filled with random weights that depend on their names alone."""
     options = EngineOptions(
@@ -184,6 +185,7 @@ def make_engine(
         total_steps=1000,
         gradient_checkpointing=gradient_checkpointing,
         activation_offload=activation_offload,
+        torch_compile=torch_compile,
     )
     engine = FsdpEngine(options, device=stage.device, memory=memory, progressed=progressed)
     fill_random(engine)
