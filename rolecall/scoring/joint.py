@@ -13,12 +13,16 @@ remembered.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
+from opentelemetry.trace import Span, get_current_span
+
 from rolecall.scoring.scores import Failure, Outcome
+from rolecall.telemetry import span_for_all
 from rolecall.v1 import reward_pb2
 
 JOINT_S = 0.1
@@ -37,6 +41,8 @@ class _Asked:
     outcomes: "asyncio.Future[list[Outcome] | None]"
     """None: they are to be sent again by themselves."""
     context: Context
+    span: Span
+    """The caller's."""
 
 
 class JointCalls:
@@ -63,7 +69,8 @@ class JointCalls:
         """Returns what `call` returns for `items`."""
         groups = {item.group for item in items}
         is_apart = not self._apart.keys().isdisjoint(groups)
-        asked = _Asked(items, is_apart, asyncio.get_running_loop().create_future(), copy_context())
+        future = asyncio.get_running_loop().create_future()
+        asked = _Asked(items, is_apart, future, copy_context(), get_current_span())
         self._waiting.append(asked)
         self._begin()
         outcomes = await asked.outcomes  # bounded: by the calls before it, each with its deadline
@@ -108,7 +115,8 @@ class JointCalls:
     async def _answer(self, together: Sequence[_Asked]) -> None:
         items, began = [item for asked in together for item in asked.items], self._clock()
         try:
-            outcomes = await self._call(items)
+            with span_for_all("score together", [asked.span for asked in together]) if together[1:] else nullcontext():
+                outcomes = await self._call(items)
             has_failed = any(isinstance(outcome, Failure) for outcome in outcomes)
             items_per_s = 0.0 if has_failed else len(items) / max(self._clock() - began, 1e-6)
             self._most_items = min(MAX_ITEMS, int(JOINT_S * items_per_s))

@@ -16,7 +16,7 @@ or scraped.
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -119,6 +119,18 @@ def attached(traceparent: str) -> Iterator[None]:
         yield
     finally:
         otel_context.detach(token)
+
+
+@contextmanager
+def span_for_all(name: str, callers: Sequence[trace.Span]) -> Iterator[None]:
+    """A span of work that is done for all of `callers` at once. It has one parent, the current span; links lead from it
+    to each of them and back, so that it is found from every trace.
+    """
+    links = [trace.Link(caller.get_span_context()) for caller in callers]
+    with tracer().start_as_current_span(name, links=links) as span:
+        for caller in callers:
+            caller.add_link(span.get_span_context())
+        yield
 
 
 def export(metrics: "Metrics") -> None:

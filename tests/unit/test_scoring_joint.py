@@ -1,7 +1,12 @@
 """Groups that wait for a scorer go together where it is fast, and no group pays for another's failure."""
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -161,3 +166,48 @@ async def test_an_unforeseen_end_of_a_call_reaches_everybody_who_waits_for_it(er
     async with asyncio.timeout(5):
         outcomes = await asyncio.gather(joint.score(group(0)), joint.score(group(1)), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [type(error)] * 2
+
+
+TRACED = """
+import asyncio, json
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from rolecall.telemetry import tracer
+from tests.unit.test_scoring_joint import ScriptedScorer, group
+
+exporter, provider = InMemorySpanExporter(), TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(exporter))
+trace.set_tracer_provider(provider)
+
+async def traced(joint, number):
+    with tracer().start_as_current_span(f"group {number}"):
+        await joint.score(group(number))
+
+async def main():
+    joint = ScriptedScorer(0.0001).joint()
+    await asyncio.gather(*(traced(joint, number) for number in range(4)))
+
+asyncio.run(main())
+names = {span.context.span_id: span.name for span in exporter.get_finished_spans()}
+print(json.dumps({
+    span.name: [span.parent and names[span.parent.span_id], *sorted(names[link.context.span_id] for link in span.links)]
+    for span in exporter.get_finished_spans()
+}))
+"""
+
+
+def test_a_joint_call_is_found_from_the_trace_of_every_group_in_it() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    # a process of its own: a process has one provider of traces, for good
+    done = subprocess.run(
+        [sys.executable, "-c", TRACED], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert json.loads(done.stdout) == {
+        "group 0": [None],  # was sent at once, alone
+        "group 1": [None, "score together"],
+        "group 2": [None, "score together"],
+        "group 3": [None, "score together"],
+        "score together": ["group 1", "group 1", "group 2", "group 3"],
+    }
