@@ -21,7 +21,9 @@ class CodeTest:
     """What it must write; of a call, the JSON of what it must return. None: the test is code."""
     code: str = ""
     function: str = ""
-    """Name of the function, or of the method of a class Solution, that is called; empty: the test is no call."""
+    """Name of the function or method that is called; empty: the test is no call."""
+    wrapped: bool = False
+    """Of a call: the one element of `stdout`'s list is right, too."""
 
 
 def read_tests(value: Any) -> list[CodeTest]:
@@ -38,7 +40,7 @@ def read_tests(value: Any) -> list[CodeTest]:
         function, value = value.get("fn_name"), _pairs(value)
     if not isinstance(value, list) or not value:
         raise ValueError("no list of tests")
-    return [_test(each) if function is None else _call(function, **each) for each in value]
+    return [_test(each) for each in value] if function is None else _calls(function, value)
 
 
 def require_language(tests: Sequence[CodeTest], language: LanguageSection) -> None:
@@ -64,10 +66,21 @@ def _test(value: Any) -> CodeTest:
     raise ValueError(f"a test that is neither code nor texts of input and output: {str(value)[:100]}")
 
 
-def _call(function: Any, input: Any, output: Any) -> CodeTest:
-    """Arguments as a list beside the result itself, or as lines of JSON beside the result's JSON."""
+def _calls(function: Any, pairs: Sequence[Mapping[str, Any]]) -> list[CodeTest]:
+    """Calls whose results are as they stand. Where each of them is a list of one element, it may be that element which
+    is returned: APPS wraps all results of a function so, and others do not.
+    """
     if not isinstance(function, str) or not function.isidentifier() or iskeyword(function):
         raise ValueError(f"calls of {str(function)[:100]!r} (fn_name), which is no function's name")
+    calls = [_call(function, **each) for each in pairs]
+    wrapped = all(isinstance(result, list) and len(result) == 1 for _, result in calls)
+    return [
+        CodeTest(json.dumps(given), json.dumps(result), function=function, wrapped=wrapped) for given, result in calls
+    ]
+
+
+def _call(function: str, input: Any, output: Any) -> tuple[list[Any], Any]:
+    """Arguments and result: a list beside the result itself, or lines of JSON beside the result's JSON."""
     try:
         if isinstance(input, str):
             input, output = [json.loads(line) for line in input.splitlines() if line.strip()], json.loads(output)
@@ -75,4 +88,4 @@ def _call(function: Any, input: Any, output: Any) -> CodeTest:
         raise ValueError(f"a call of {function} whose input or output is not JSON: {input[:100]}") from None
     if not isinstance(input, list):
         raise ValueError(f"a call of {function} whose input is no list of arguments: {str(input)[:100]}")
-    return CodeTest(stdin=json.dumps(input), stdout=json.dumps(output), function=function)
+    return input, output

@@ -25,14 +25,43 @@ class LanguageSection(Section):
     tests in this language are inputs and outputs alone.
     """
     call: str | None = None
-    """Statements after the program that call {function} with the JSON array of arguments on standard input, and print
-    {token} and what it returned as JSON. Absent: tests in this language call no function.
+    """What stands in `file` for a test that is a call. It takes the response's program from the file `.program` beside
+    it, calls {function} of that with the JSON array of arguments on standard input, and prints {token} and what was
+    returned as JSON. Absent: tests in this language call no function.
     """
 
 
-_CALL = """import json as _json, sys as _sys
-_function = getattr(Solution(), "{function}") if "Solution" in globals() else {function}
-print("\\n{token}" + _json.dumps(_function(*_json.load(_sys.stdin))))"""
+_CALL = '''import json, sys, types
+
+program = sys.modules["program"] = types.ModuleType("program")
+names = vars(program)
+exec("""
+from typing import *
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from builtins import pow  # that of math knows no modulus
+import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random, re, string, sys, time
+""", names)
+names.pop("{function}", None)  # a program that does not have it must not find ours
+arguments = json.load(sys.stdin)
+try:
+    exec(compile(open(".program", "rb").read(), ".program", "exec"), names)
+except Exception:
+    pass  # its own part that reads found nothing; what it defined before is called
+if hasattr(names.get("Solution"), "{function}"):
+    function = program.Solution().{function}
+elif "{function}" in names:
+    function = program.{function}
+else:
+    classes = {each for each in names.values() if isinstance(each, type) and each.__module__ == "program"}
+    (owner,) = (each for each in classes if hasattr(each, "{function}"))
+    function = owner().{function}
+print("\\n{token}" + json.dumps(function(*arguments)))
+'''
 PYTHON = LanguageSection(file="main.py", run=("python3", "main.py"), end='print("{token}")', call=_CALL)
 """The default language."""
 

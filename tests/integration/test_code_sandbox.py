@@ -359,7 +359,7 @@ def judge_of(kind: str, mark: str, **keys: Any) -> tuple[CodeJudge, Counted]:
         ("def twice(x, by=2): return x * by", 1.0),
         ("class Solution:\n    def twice(self, x: int) -> int:\n        print('at', x)\n        return 2 * x", 1.0),
         ("twice = lambda x: 6", 0.5),
-        ("twice = lambda x: (2 * x,)", 0.5),
+        ("twice = lambda x: (2 * x,)", 1.0),
         ("twice = lambda x: {2 * x}", 0.0),
         ("def thrice(x): return 3 * x", 0.0),
         ("import sys\nprint(4)\nsys.exit()", 0.0),
@@ -372,8 +372,57 @@ def test_a_function_is_called_with_each_list_of_arguments_and_its_results_are_co
     kind: str, program: str, share: float
 ) -> None:
     scorer = CodeScorer.model_validate({"sandbox": kind, "partial": True, "timeout_s": GENEROUS_S})
-    tests = read_tests({"fn_name": "twice", "inputs": [[3], ["ab"]], "outputs": [6, ["abab"]]})
+    tests = read_tests({"fn_name": "twice", "inputs": [[3], ["ab"]], "outputs": [[6], ["abab"]]})
     assert CodeJudge(scorer, sandbox_of(scorer)).score(program, tests) == share
+
+
+TWICE = "def twice(x): return 2 * x\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "score"),
+    [
+        (TWICE + "if __name__ == '__main__':\n    print(twice(int(input())))", 1.0),
+        (TWICE + "def main():\n    print(twice(int(input())))\nmain()", 1.0),
+        (TWICE + "import sys\nprint(twice(int(sys.stdin.buffer.readline())))", 1.0),
+        ("print(input())\n" + TWICE, 0.0),
+        (TWICE + "import sys\nsys.exit()", 0.0),
+        ("class Doubler:\n    def twice(self, x): return 2 * x", 1.0),
+        ("class Solution: pass\n" + TWICE, 1.0),
+        ("class Other:\n    def twice(self, x): return x\nclass Solution:\n    def twice(self, x): return 2 * x", 1.0),
+        ("class A:\n    def twice(self, x): return 2 * x\nclass B:\n    def twice(self, x): return 2 * x", 0.0),
+        ("class Solution:\n    def twice(self, x: List[int]) -> Optional[int]: return 2 * x", 1.0),
+        ("def twice(x): return math.gcd(0, sum(Counter('ab' * x).values()))", 1.0),
+        ("def twice(x): return 2 * x * bisect.bisect_left([0], 1) * pow(1, 1, 2)", 1.0),
+        ("from __future__ import annotations\ndef twice(x: Set[int]): return 2 * x", 1.0),
+        (
+            "import dataclasses\n@dataclasses.dataclass\nclass Two:\n    x: 'int' = 2\ntwice = lambda x: Two().x * x",
+            1.0,
+        ),
+        ("json = sys = open = print = None\n" + TWICE, 1.0),
+        ("def twice(x): return x == 3", 0.0),
+        ("def twice(x): return str(2 * x)", 0.0),
+        ("def twice(x): return [2 * x]", 0.0),
+        ("def twice(x): return float('nan')", 0.0),
+        ("def twice(x):", 0.0),
+    ],
+)
+def test_a_right_function_passes_however_its_program_is_written(kind: str, program: str, score: float) -> None:
+    scorer = CodeScorer.model_validate({"sandbox": kind, "timeout_s": GENEROUS_S})
+    tests = read_tests({"fn_name": "twice", "inputs": [[3]], "outputs": [6]})
+    assert CodeJudge(scorer, sandbox_of(scorer)).score(program, tests) == score
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "right"),
+    [("factorial", [3], 6), ("max", [[1, 2]], 2), ("Counter", ["ab"], {"a": 1, "b": 1})],
+)
+def test_what_a_program_does_not_define_is_not_called(
+    kind: str, function: str, arguments: list[object], right: object
+) -> None:
+    scorer = CodeScorer.model_validate({"sandbox": kind, "timeout_s": GENEROUS_S})
+    tests = read_tests({"fn_name": function, "inputs": [arguments], "outputs": [right]})
+    assert CodeJudge(scorer, sandbox_of(scorer)).score("x = 1", tests) == 0.0
 
 
 async def test_a_program_that_somebody_else_kills_is_run_again(kind: str, mark: str, tmp_path: Path) -> None:

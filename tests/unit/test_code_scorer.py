@@ -2,6 +2,7 @@
 real ones are in tests/integration/test_code_sandbox.py.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,19 +98,97 @@ def test_outputs_are_compared_without_the_ends_of_lines(output: str, expected: s
     ("result", "expected", "equal"),
     [
         ("[0, 1]", "[0, 1]", True),
-        ("3", "[3]", True),
+        ("[0, 1]", "[1, 0]", False),
+        ("[0, 1, 2]", "[0, 1]", False),
+        ("[0]", "[0, 1]", False),
+        ("[[1], [2, 3]]", "[[1, 2], [3]]", False),
+        ("[[1, 2, 3]]", "[1, 2, 3]", False),
+        ("3", "[3]", False),
         ("[3]", "3", False),
         ("[[3]]", "[3]", False),
+        ("[]", "0", False),
+        ("[]", "{}", False),
+        ('{"a": [1], "b": 2}', '{"b": 2, "a": [1]}', True),
+        ('{"a": [1]}', '{"a": [1], "b": 2}', False),
+        ('{"a": true}', '{"a": 1}', False),
         ('"3"', "3", False),
+        ("3", '"3"', False),
+        ('"3.0"', "3.0", False),
+        ('"ab"', '["a", "b"]', False),
         ("true", "true", True),
+        ("true", "1", False),
+        ("1", "true", False),
+        ("true", "1.0", False),
+        ("false", "0", False),
+        ("[[true]]", "[[1]]", False),
+        ("null", "false", False),
+        ("null", "0", False),
+        ("3.0", "3", True),
+        ("3", "3.0", True),
+        ("3.000001", "3", False),
+        ("NaN", "NaN", False),
+        ("1.0", "NaN", False),
+        ("NaN", "1.0", False),
+        ("Infinity", "Infinity", True),
+        ("1e300", "Infinity", False),
         ("", "null", False),
         ("null and more", "null", False),
         ("[" * 100_000, "1", False),
         ("9" * 10_000, "1", False),
+        ("9" * 1_000, "1.5", False),
     ],
 )
 def test_results_are_compared_as_values(result: str, expected: str, equal: bool) -> None:
-    assert same_result(result, expected) == equal
+    assert same_result(result, CodeTest(stdout=expected, function="f")) == equal
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "equal"),
+    [
+        (0.1 + 0.2, 0.3, True),
+        ([[1 / 3]], [[0.33333]], True),
+        (-2 / 3, -0.66667, True),
+        (0.3334, 0.33333, False),
+        (0, 1e-6, False),
+        (2e-6, 1e-6, False),
+        (1e-6, 0.0, False),
+        (1234567.88, 1234567.89, False),
+        (1234567890.12, 1234567890.13, False),
+        (123456, 123456.4, False),
+        (sum([0.1] * 10**6), 100000.0, True),
+        (1e300, 1.0000000000001e300, True),
+        (1.1e300, 1e300, False),
+    ],
+)
+def test_floats_may_differ_as_rounding_makes_them(result: object, expected: object, equal: bool) -> None:
+    assert same_result(json.dumps(result), CodeTest(stdout=json.dumps(expected), function="f")) == equal
+
+
+@pytest.mark.parametrize(
+    ("result", "outputs", "equal"),
+    [
+        ("5", [[5]], True),
+        ("5", [[5], [6]], True),
+        ("[5]", [[5], [6]], True),
+        ("[1, 2]", [[[1, 2]]], True),
+        ("5", ["[5]", "[6]"], True),
+        ("5", [[5], [6, 7]], False),
+        ("5", [[5], []], False),
+        ("5", [[5], 6], False),
+        ("5", ["[5]", "6"], False),
+        ("5", [[[5]]], False),
+        ("[[5]]", [[5]], False),
+        ("true", [[1]], False),
+        ('"5"', [[5]], False),
+        ("0", [[]], False),
+    ],
+)
+def test_the_element_passes_for_its_list_where_all_outputs_are_lists_of_one_element(
+    result: str, outputs: list[object], equal: bool
+) -> None:
+    inputs: list[object] = ["1" if isinstance(each, str) else [1] for each in outputs]
+    test, *_ = read_tests({"fn_name": "f", "inputs": inputs, "outputs": outputs})
+    assert same_result(result, test) == equal
 
 
 @pytest.mark.parametrize(
@@ -120,8 +199,9 @@ def test_results_are_compared_as_values(result: str, expected: str, equal: bool)
         ({"inputs": ["1"], "outputs": ["2"]}, [CodeTest("1", "2")]),
         ('{"inputs": ["1"], "outputs": ["2"]}', [CodeTest("1", "2")]),
         ('[{"input": "1", "output": "2", "testtype": "stdin"}]', [CodeTest("1", "2")]),
-        ({"fn_name": "f", "inputs": [[1, "a"]], "outputs": [[2]]}, [CodeTest('[1, "a"]', "[2]", function="f")]),
-        ({"fn_name": "f", "inputs": ['1\n"a"\n'], "outputs": ["[2]"]}, [CodeTest('[1, "a"]', "[2]", function="f")]),
+        ({"fn_name": "f", "inputs": [[1, "a"]], "outputs": [2]}, [CodeTest('[1, "a"]', "2", function="f")]),
+        ({"fn_name": "f", "inputs": ['1\n"a"\n'], "outputs": ["2"]}, [CodeTest('[1, "a"]', "2", function="f")]),
+        ({"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}, [CodeTest("[1]", "[2]", function="f", wrapped=True)]),
         ({"fn_name": None, "inputs": ["1"], "outputs": ["2"]}, [CodeTest("1", "2")]),
     ],
 )

@@ -11,12 +11,14 @@ outside may have, such as a service that frees memory. Or the program did so its
 
 import hashlib
 import json
+import math
 import re
 import secrets
 import signal
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from rolecall.data.code_tests import CodeTest, require_language
 from rolecall.errors import WorkerLostError
@@ -29,6 +31,14 @@ MAX_OUTPUT_BYTES = 2**20
 """Most bytes of output beyond the right ones; a program that writes more has failed."""
 KILLED = frozenset(status for number in (signal.SIGKILL, signal.SIGTERM) for status in (-number, 128 + number))
 """Exit statuses of a program that was killed: by itself, or by somebody outside."""
+FLOAT_TOLERANCE = 1e-5
+"""Most by which a result may miss a right float: what LeetCode allows, which writes five digits."""
+SMALL_TOLERANCE = 1e-3
+"""Most of a small right float by which a result may miss it: else 0 would pass for 1e-6."""
+ROUNDING = 1e-12
+"""What of a large right float a result may always miss: sums differ so by their order."""
+PROGRAM = ".program"
+"""File of the program beside that which calls its function. No language's own file has such a name."""
 ARCHIVE = "program.tar"
 """What compiling made of a program, carried into the sandbox of each test."""
 _FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)")
@@ -57,13 +67,35 @@ def same_output(output: str, expected: str) -> bool:
     return ours == theirs
 
 
-def same_result(text: str, expected: str) -> bool:
-    """Whether the JSON `text` is that of `expected`, or of the one element of `expected`: data sets wrap results so."""
+def same_result(text: str, test: CodeTest) -> bool:
+    """Whether the JSON `text` has the value that the function of `test` must return, by the rule of `_same`; where
+    results may be wrapped, its one element does as well.
+    """
     try:
-        result, right = json.loads(text), json.loads(expected)
-        return bool(result == right or (isinstance(right, list) and len(right) == 1 and result == right[0]))
-    except (ValueError, RecursionError):
+        result, right = json.loads(text), json.loads(test.stdout or "")
+        return _same(result, right) or (test.wrapped and _same(result, right[0]))
+    except (ValueError, OverflowError, RecursionError):
         return False
+
+
+def _same(result: Any, right: Any) -> bool:
+    """Whether both have one shape, with equal texts, truth values and numbers in it. true is no number, 1.0 is 1, and
+    NaN equals nothing. Where the right number is written with a point or an exponent, FLOAT_TOLERANCE holds.
+    """
+    if isinstance(right, list):
+        return isinstance(result, list) and len(result) == len(right) and all(map(_same, result, right))
+    if isinstance(right, dict):
+        return (
+            isinstance(result, dict)
+            and result.keys() == right.keys()
+            and all(_same(result[key], each) for key, each in right.items())
+        )
+    if isinstance(result, bool) or isinstance(right, bool):  # Python's True is 1
+        return result is right
+    if isinstance(right, float) and isinstance(result, (int, float)):
+        tolerance = min(FLOAT_TOLERANCE, abs(right) * SMALL_TOLERANCE)
+        return math.isclose(result, right, rel_tol=ROUNDING, abs_tol=tolerance)
+    return bool(result == right)
 
 
 class CodeJudge:
@@ -92,26 +124,24 @@ class CodeJudge:
 
     def _judge(self, program: str, tests: Sequence[CodeTest]) -> float:
         time = _Time(self._scorer.timeout_s)
-        source, built = None, None
+        files, built = None, None
         passed = 0
         for test in tests:
             token = secrets.token_hex(16)
-            wanted = _source(program, test, self._scorer.language, token)
-            if wanted != source:
-                source, built = wanted, self._build(wanted, time)
+            wanted = _files(program, test, self._scorer.language, token)
+            if wanted != files:
+                files, built = wanted, self._build(wanted, time)
             if built is not None and self._passes(test, built, token, time):
                 passed += 1
             elif not self._scorer.partial or time.left_s <= 0:
                 break
         return passed / len(tests) if self._scorer.partial else float(passed == len(tests))
 
-    def _build(self, source: str, time: "_Time") -> Mapping[str, bytes] | None:
+    def _build(self, files: Mapping[str, bytes], time: "_Time") -> Mapping[str, bytes] | None:
         """The files that `run` needs; None when the program does not compile."""
-        language = self._scorer.language
-        files = {language.file: source.encode(errors="replace")}
-        if not language.compile:
+        if not self._scorer.language.compile:
             return files
-        command = ["sh", "-c", '"$@" > /dev/null && exec tar -c -f - .', "sh", *language.compile]
+        command = ["sh", "-c", '"$@" > /dev/null && exec tar -c -f - .', "sh", *self._scorer.language.compile]
         ran = self._run(command, files, b"", time, DISK_BYTES)
         return {ARCHIVE: ran.output} if ran.status == 0 else None
 
@@ -127,7 +157,7 @@ class CodeJudge:
             return False
         output = ran.output.decode(errors="replace")
         if test.function:
-            return same_result(output.rpartition(token)[2].partition("\n")[0], expected)
+            return same_result(output.rpartition(token)[2].partition("\n")[0], test)
         if test.stdout is None:
             return token in output  # the program may write before and after it
         return same_output(output, expected)
@@ -160,11 +190,14 @@ class _Time:
         return ran
 
 
-def _source(program: str, test: CodeTest, language: LanguageSection, token: str) -> str:
+def _files(program: str, test: CodeTest, language: LanguageSection, token: str) -> dict[str, bytes]:
+    """The program with what is appended to it; of a call, what calls it, and the program."""
     if test.function:
-        behind = (language.call or "").replace("{function}", test.function)
+        call = (language.call or "").replace("{function}", test.function).replace("{token}", token)
+        sources = {language.file: call, PROGRAM: program}
     elif test.stdout is None:
-        behind = f"{test.code}\n{language.end}"
+        end = (language.end or "").replace("{token}", token)
+        sources = {language.file: f"{program}\n{test.code}\n{end}\n"}
     else:
-        return program
-    return f"{program}\n{behind.replace('{token}', token)}\n"
+        sources = {language.file: program}
+    return {name: source.encode(errors="replace") for name, source in sources.items()}
