@@ -23,7 +23,7 @@ class CodeTest:
     function: str = ""
     """Name of the function or method that is called; empty: the test is no call."""
     wrapped: bool = False
-    """Of a call: the one element of `stdout`'s list is right, too."""
+    """Whether a call whose right result is `[x]` may return `x`."""
 
 
 def read_tests(value: Any) -> list[CodeTest]:

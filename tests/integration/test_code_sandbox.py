@@ -425,6 +425,18 @@ def test_what_a_program_does_not_define_is_not_called(
     assert CodeJudge(scorer, sandbox_of(scorer)).score("x = 1", tests) == 0.0
 
 
+def test_a_call_in_another_language_finds_the_program_beside_it(kind: str) -> None:
+    language = LanguageSection(
+        file="call.sh",
+        compile=("sh", "-c", "cat .program call.sh > all.sh"),
+        run=("sh", "all.sh"),
+        call='printf "\\n{token}"\n{function} "$(cat)"',
+    )
+    scorer = CodeScorer.model_validate({"sandbox": kind, "timeout_s": GENEROUS_S, "language": language})
+    tests = read_tests({"fn_name": "same", "inputs": [[3, 4]], "outputs": [[3, 4]]})
+    assert CodeJudge(scorer, sandbox_of(scorer)).score('same() { echo "$1"; }\n', tests) == 1.0
+
+
 async def test_a_program_that_somebody_else_kills_is_run_again(kind: str, mark: str, tmp_path: Path) -> None:
     folder = opened_to_nobody(tmp_path)
     judge, sandbox = judge_of(kind, mark, read_only=(folder,))
