@@ -69,7 +69,7 @@ def same_output(output: str, expected: str) -> bool:
 
 def same_result(text: str, test: CodeTest) -> bool:
     """Whether the JSON `text` has the value that the function of `test` must return, by the rule of `_same`; where
-    results may be wrapped, its one element does as well.
+    the test is wrapped, the one element of the right list does as well.
     """
     try:
         result, right = json.loads(text), json.loads(test.stdout or "")
