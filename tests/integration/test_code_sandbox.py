@@ -425,6 +425,13 @@ def test_what_a_program_does_not_define_is_not_called(
     assert CodeJudge(scorer, sandbox_of(scorer)).score("x = 1", tests) == 0.0
 
 
+def test_only_the_program_s_own_classes_are_looked_at_for_a_method(kind: str) -> None:
+    scorer = CodeScorer.model_validate({"sandbox": kind, "timeout_s": GENEROUS_S})
+    tests = read_tests({"fn_name": "update", "inputs": [[3]], "outputs": [6]})  # as Counter has one
+    program = "class Doubler:\n    def update(self, x): return 2 * x"
+    assert CodeJudge(scorer, sandbox_of(scorer)).score(program, tests) == 1.0
+
+
 def test_a_call_in_another_language_finds_the_program_beside_it(kind: str) -> None:
     language = LanguageSection(
         file="call.sh",
