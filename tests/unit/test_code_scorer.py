@@ -152,6 +152,7 @@ def test_results_are_compared_as_values(result: str, expected: str, equal: bool)
         (0, 1e-6, False),
         (2e-6, 1e-6, False),
         (1e-6, 0.0, False),
+        (0.1 + 0.2 - 0.3, 0.0, True),
         (1234567.88, 1234567.89, False),
         (1234567890.12, 1234567890.13, False),
         (123456, 123456.4, False),

@@ -36,7 +36,7 @@ FLOAT_TOLERANCE = 1e-5
 SMALL_TOLERANCE = 1e-3
 """Most of a small right float by which a result may miss it: else 0 would pass for 1e-6."""
 ROUNDING = 1e-12
-"""What of a large right float a result may always miss: sums differ so by their order."""
+"""What of a large right float a result may always miss, and of any absolutely: sums differ so by their order."""
 PROGRAM = ".program"
 """File of the program beside that which calls its function. No language's own file has such a name."""
 ARCHIVE = "program.tar"
@@ -93,7 +93,7 @@ def _same(result: Any, right: Any) -> bool:
     if isinstance(result, bool) or isinstance(right, bool):  # Python's True is 1
         return result is right
     if isinstance(right, float) and isinstance(result, (int, float)):
-        tolerance = min(FLOAT_TOLERANCE, abs(right) * SMALL_TOLERANCE)
+        tolerance = max(ROUNDING, min(FLOAT_TOLERANCE, abs(right) * SMALL_TOLERANCE))
         return math.isclose(result, right, rel_tol=ROUNDING, abs_tol=tolerance)
     return bool(result == right)
 
