@@ -12,7 +12,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -149,10 +149,20 @@ def _is_of_tokens(path: Path) -> bool:
 def is_under_way(directory: Path) -> bool:
     """Whether a launcher works in the directory."""
     try:
-        os.close(_lock(directory))
+        with run_lock(directory):
+            return False
     except RunLockedError:
         return True
-    return False
+
+
+@contextmanager
+def run_lock(directory: Path) -> Iterator[None]:
+    """Keeps launchers out of the directory for the block. RunLockedError when one works there."""
+    lock = _lock(directory)
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def _has_line(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> bool:
@@ -184,7 +194,7 @@ def _lock(directory: Path) -> int:
     except BlockingIOError as error:
         os.close(lock)
         raise RunLockedError(
-            f"another `rolecall train` or `sft` works in {directory}; stop it first, or name another with --run.dir"
+            f"another `rolecall train`, `sft` or `rewind` works in {directory}; stop it first, or name another run.dir"
         ) from error
     return lock
 

@@ -2,19 +2,20 @@
 the newest without the batches that were trained since.
 
 Acts on the checkpoints alone, which any store of the run then finds to be not its own past: the next controller goes
-back to the newest by itself, in a new lineage (services/controller/durable/recovery.py).
+back to the newest by itself, in a new lineage (services/controller/durable/recovery.py). Holds the run's lock, where
+there is its directory: on another machine than the launcher's there need be none.
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TextIO
 
 from rolecall.checkpoint.manifest import RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
-from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, ConfigError, RunLockedError
-from rolecall.launcher.plan import is_under_way
-from rolecall.settings import run_section_of
+from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, ConfigError
+from rolecall.launcher.plan import run_lock
+from rolecall.settings import JobSection, run_section_of
 
 _APART = 10**6
 """Lineages from the highest that a checkpoint tells of to the new one. A store may have begun some since that
@@ -31,8 +32,11 @@ def rewind(run: str, step: int, out: TextIO) -> int:
     if not file.is_file():
         raise ConfigError(f"{run} is neither a run directory with a config.yaml nor a configuration file")
     section = run_section_of(file)
-    if section.dir.is_dir() and is_under_way(section.dir):
-        raise RunLockedError(f"the run in {section.dir} is under way; stop it first")
+    with run_lock(section.dir) if section.dir.is_dir() else nullcontext():
+        return _rewind(section, step, out)
+
+
+def _rewind(section: JobSection, step: int, out: TextIO) -> int:
     url, checkpoints = section.checkpoints, RunCheckpoints(open_storage(section.checkpoints), num_kept=1)
     steps = checkpoints.steps()
     if step not in steps:

@@ -63,8 +63,8 @@ def test_a_second_launcher_in_the_same_directory_is_refused_with_and_without_res
     first.communicate(timeout=STOP_LIMIT_S)
     assert [second.returncode for second in seconds] == [1, 1]
     assert all(
-        f"another `rolecall train` or `sft` works in {tmp_path / 'run'}; stop it first, or name another with --run.dir"
-        in output
+        f"another `rolecall train`, `sft` or `rewind` works in {tmp_path / 'run'}; stop it first, or name "
+        "another run.dir" in output
         for output in outputs
     )
 

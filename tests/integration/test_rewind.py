@@ -3,14 +3,18 @@
 import io
 import os
 from pathlib import Path
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+import yaml
+from fsspec.implementations.memory import MemoryFileSystem
 
 from rolecall.checkpoint.manifest import RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.cli import main
 from rolecall.identity import settle
-from rolecall.launcher.plan import prepare_run_dir, write_config
+from rolecall.launcher.plan import is_under_way, prepare_run_dir, write_config
 from rolecall.launcher.rewind import rewind
 from rolecall.settings import load_settings
 from rolecall.store.ledger import Ledger
@@ -19,6 +23,28 @@ from tests.twins.launched import write_light_config
 from tests.twins.run import LightRun, TwinRun
 
 ALL_KEPT = {"num_steps": 6, "checkpoint_every_steps": 2, "keep_checkpoints": 3}
+
+
+class Watched(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A file system that sees, at each change of it, whether a launcher would be kept out of the run's directory."""
+
+    protocol = "watched"
+    directory: ClassVar[Path]
+    seen: ClassVar[list[bool]] = []
+
+    def _look(self) -> None:
+        if self.directory.is_dir():
+            self.seen.append(is_under_way(self.directory))
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        """Looks before a file is written, too."""
+        self._look()
+        return super().open(path, mode, **options)
+
+    def rm_file(self, path: str) -> None:
+        """Looks, then deletes."""
+        self._look()
+        super().rm_file(path)
 
 
 def rewound(run: TwinRun, step: int) -> str:
@@ -95,11 +121,36 @@ def test_a_checkpoint_that_is_not_there_and_a_run_that_is_under_way_are_told(
     write_config(settings)
     lock = prepare_run_dir(settings, resume=True)
     assert main(["rewind", config, "2"]) == 1
-    assert "is under way; stop it first" in capsys.readouterr().err
+    assert f"works in {tmp_path / 'run'}; stop it first" in capsys.readouterr().err
     os.close(lock)
     assert checkpoints.steps() == [2, 4]
     assert main(["rewind", config, "2"]) == 0
     assert checkpoints.steps() == [2]
+
+
+@pytest.mark.parametrize("has_directory", [True, False])
+def test_no_launcher_starts_beside_a_rewind_which_needs_no_run_dir(tmp_path: Path, has_directory: bool) -> None:
+    fsspec.register_implementation("watched", Watched, clobber=True)
+    url = f"watched://{tmp_path.name}"
+    config, directory = write_light_config(tmp_path), tmp_path / "run"
+    tree = yaml.safe_load(config.read_text())
+    tree["run"]["checkpoint_url"] = url
+    config.write_text(yaml.safe_dump(tree))
+    checkpoints = RunCheckpoints(open_storage(url), 9)
+    Watched.directory = directory
+    for step in (2, 4):
+        checkpoints.commit(checkpoints.begin(step), [], {"run": "test", "lineage": 3})
+    if has_directory:
+        directory.mkdir()
+    Watched.seen.clear()
+    assert main(["rewind", str(config), "2"]) == 0
+    assert checkpoints.steps() == [2]
+    if has_directory:
+        assert len(Watched.seen) >= 2, "one file was written, one deleted"
+        assert all(Watched.seen)
+        assert not is_under_way(directory)
+    else:
+        assert not directory.exists()
 
 
 def test_checkpoints_of_a_fine_tuning_have_no_lineage(tmp_path: Path) -> None:
