@@ -52,13 +52,19 @@ def load_tree(
     """Returns the sections of the file at `path` with `overrides`, and with what its recipe says besides (`recipe`, or
     the one that the file names); and which recipe that is, for complaints. ConfigError as of `read_tree`.
     """
-    tree = read_tree(path)
+    return complete_tree(read_tree(path), path.parent, overrides, recipe)
+
+
+def complete_tree(
+    tree: dict[str, Any], folder: Path, overrides: Sequence[str], recipe: str | Path | None
+) -> tuple[dict[str, Any], str]:
+    """Returns what `load_tree` does, of the sections `tree` of a file in `folder`."""
     named = tree.pop("recipe", None)
     for override in overrides:
         override_tree(tree, override)
     if recipe is None and named is None:
         return tree, ""
-    file = recipe_file(str(recipe)) if recipe is not None else recipe_file(str(named), path.parent)
+    file = recipe_file(str(recipe)) if recipe is not None else recipe_file(str(named), folder)
     return _over(tree, read_tree(file)), f" with the recipe {file}"
 
 

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rolecall.commands.check import require
-from rolecall.config_file import load_tree
 from rolecall.errors import ConfigError
-from rolecall.launcher.placed import without_placed
+from rolecall.launcher.placed import load_unplaced_tree
 from rolecall.launcher.supervisor import train
 from rolecall.settings import RunSettings, validated
 
@@ -57,8 +56,7 @@ def evaluation_settings(
     """The run of no steps that evaluates `model` in the new directory `folder`. `config` may be the resolved one in a
     run's directory: the addresses of its roles were the launcher's, and are left out. ConfigError says what is missing.
     """
-    tree, _ = load_tree(config, overrides, recipe)
-    tree = without_placed(tree, config.parent)
+    tree, _ = load_unplaced_tree(config, overrides, recipe)
     sections: dict[str, dict[str, Any]] = {
         name: dict(section) for name, section in tree.items() if isinstance(section, dict)
     }

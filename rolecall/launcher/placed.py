@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rolecall.config_file import load_tree
+from rolecall.config_file import complete_tree, read_tree
 from rolecall.disk import replace_text
 from rolecall.settings import AddressSection, RunSettings, from_environment, validated
 
@@ -33,18 +33,20 @@ def note_placed(configured: RunSettings, resolved: RunSettings) -> None:
 
 
 def load_unplaced(path: Path, overrides: Sequence[str], recipe: str | None) -> RunSettings:
-    """`load_settings` for whoever starts the roles, less the addresses that are noted beside the file."""
-    tree, given = load_tree(path, overrides, recipe)
+    """`load_settings` for whoever starts the roles, of what `load_unplaced_tree` returns."""
+    tree, given = load_unplaced_tree(path, overrides, recipe)
     from_environment(tree)
-    return validated(without_placed(tree, path.parent), path, given)
+    return validated(tree, path, given)
 
 
-def without_placed(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The sections `tree` of a run's file in `folder`, less the addresses that are noted there; what was changed since
-    stays.
+def load_unplaced_tree(path: Path, overrides: Sequence[str], recipe: str | None) -> tuple[dict[str, Any], str]:
+    """`load_tree` without the addresses that are noted beside the file. What was changed in the file since stays, and
+    so does an override, even of a noted value: somebody may have started that role there by hand.
     """
-    path = folder / FILE
-    return _less(tree, json.loads(path.read_text())) if path.is_file() else tree
+    tree, note = read_tree(path), path.parent / FILE
+    if note.is_file():
+        tree = _less(tree, json.loads(note.read_text()))
+    return complete_tree(tree, path.parent, overrides, recipe)
 
 
 def _added(before: AddressSection, after: AddressSection) -> dict[str, str | None]:

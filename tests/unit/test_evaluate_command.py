@@ -79,6 +79,9 @@ def test_a_run_s_own_file_is_evaluated_as_the_one_that_it_was_made_of(tmp_path: 
     assert elsewhere.reward.address == "mine:1"
     with pytest.raises(ConfigError, match=r"actor\.address names roles elsewhere"):
         evaluation_settings(config, ["actor.address=a:1"], None, tmp_path / "trained", tmp_path / "out")
+    reward = f"reward.address={resolved.reward.address}"
+    again = evaluation_settings(config, [reward], None, tmp_path / "trained", tmp_path / "out")
+    assert again.reward.address == resolved.reward.address, "one that was started there by hand"
 
 
 def test_figures_are_told_by_set(tmp_path: Path) -> None:
