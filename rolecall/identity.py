@@ -17,7 +17,7 @@ from rolecall.checkpoint.storage import open_storage
 from rolecall.config_file import read_tree
 from rolecall.disk import replace_text
 from rolecall.errors import ConfigError, NotFoundError
-from rolecall.settings import RunSettings, SftSettings
+from rolecall.settings import LoraSection, RunSettings, SftSettings
 
 FILE = "identity.json"
 """File in run.dir."""
@@ -106,6 +106,16 @@ def newest_checkpoint(settings: RunSettings | SftSettings) -> Committed | None:
             "with them; name another run.checkpoint_url"
         )
     return newest
+
+
+def adapters_to_begin_with(settings: RunSettings | SftSettings) -> LoraSection | None:
+    """`actor.lora` for whoever makes or checks the actor: without a folder `start` that is gone where there is a
+    checkpoint, which has the adapters and is loaded before they are used. Raises as `newest_checkpoint`.
+    """
+    lora = settings.actor.lora
+    if lora is None or lora.start is None or lora.start.is_dir() or newest_checkpoint(settings) is None:
+        return lora
+    return lora.model_copy(update={"start": None})
 
 
 def settle(settings: RunSettings | SftSettings) -> None:

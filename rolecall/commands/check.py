@@ -41,11 +41,12 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.data.vllm_files import check_engine_arguments
 from rolecall.environment.checks import explain_environment
 from rolecall.errors import ConfigError, RoleCallError
-from rolecall.identity import newest_checkpoint
+from rolecall.identity import adapters_to_begin_with, newest_checkpoint
 from rolecall.launcher.plan import holds_a_run, require_folders
 from rolecall.settings import (
     CriticSection,
     CustomAdvantage,
+    LoraSection,
     ReferenceSection,
     RunSettings,
     TrainerSection,
@@ -203,8 +204,7 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     check_trainable(path)
     _check_layout(settings, settings.actor, path, "model.path")
     if settings.actor.lora is not None and settings.actor.lora.start is not None:
-        check_start(settings.actor.lora, path)
-        yield f"adapters: begin as those in {settings.actor.lora.start}"
+        yield _adapters(settings, settings.actor.lora)
     if settings.actor.moe is not None:
         check_routers(path)
         moe = settings.actor.moe
@@ -244,6 +244,15 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         check_cpu_routing(settings.actor)
         if settings.actor.lora is not None:
             check_cpu_adapters(path)
+
+
+def _adapters(settings: RunSettings, given: LoraSection) -> str:
+    """The line on what the adapters are at first, of a section that names a folder."""
+    lora = adapters_to_begin_with(settings)
+    if lora is None or lora.start is None:
+        return f"adapters: actor.lora.start {given.start} is gone; those of the newest checkpoint go on"
+    check_start(lora, settings.model.path)
+    return f"adapters: begin as those in {lora.start}"
 
 
 def _check_layout(settings: RunSettings, section: TrainerSection, path: Path, setting: str) -> None:

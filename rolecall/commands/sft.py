@@ -21,7 +21,7 @@ from rolecall.data.model_files import (
 from rolecall.data.sft_examples import end_of_response, load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, RoleCallError
-from rolecall.identity import settle
+from rolecall.identity import adapters_to_begin_with, settle
 from rolecall.launcher.last_words import describe_failure, final_line
 from rolecall.launcher.plan import (
     prepare_run_dir,
@@ -51,9 +51,9 @@ def require(settings: SftSettings) -> None:
     check_parallel(path, actor.parallel)
     if actor.moe is not None:
         check_routers(path)
-    if actor.lora is not None:
-        num_adapter_parameters(path, actor.lora.rank, actor.lora.target_modules)
-        check_start(actor.lora, path)
+    if (lora := adapters_to_begin_with(settings)) is not None:
+        num_adapter_parameters(path, lora.rank, lora.target_modules)
+        check_start(lora, path)
     tokenizer = ChatTokenizer(path, settings.model.chat_template_kwargs)
     check_tokenizer(path, tokenizer.num_ids)
     end = end_of_response(path, tokenizer)

@@ -166,7 +166,7 @@ class LoraSection(Section):
     start: ConfigPath | None = None
     """Folder of an adapter in peft's format that training begins with, such as `rolecall export` writes. Its rank,
     alpha and modules must be those of this section. Absent: one that changes nothing. A run that goes on takes its
-    checkpoint's, and may leave this out.
+    checkpoint's: the folder may be gone by then.
     """
 
     def as_kept(self) -> dict[str, JsonValue]:

@@ -5,6 +5,7 @@ and no gRPC.
 import numpy as np
 
 from rolecall.errors import OutOfOrderError, StaleVersionError
+from rolecall.identity import adapters_to_begin_with
 from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
 from rolecall.training.engine import Microbatch, TokenOutputs
@@ -34,7 +35,7 @@ def build(settings: RunSettings, connection: Connection, hooks: ProcessHooks = U
         path=settings.model.path,
         head="policy",
         optimizer=settings.actor.optimizer,
-        lora=settings.actor.lora,
+        lora=adapters_to_begin_with(settings),
         moe=settings.actor.moe,
         router_replay=settings.actor.router_replay != "off",
         total_steps=config.num_optimizer_steps(settings),

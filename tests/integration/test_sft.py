@@ -5,6 +5,7 @@ that a run can start from.
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -232,6 +234,20 @@ def test_adapters_and_mixtures_are_fine_tuned_too(data: Path, tmp_path: Path) ->
     sft(config, *more)
     assert set(metrics_of(config, "sft/router_balance")) == {1, 2}
     assert set(metrics_of(config, "sft/expert_load_max")) == {1, 2}
+
+
+def test_a_fine_tuning_goes_on_without_the_folder_of_the_adapter_that_it_began_with(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    start, modules = tmp_path / "start", ["q_proj"]
+    theirs = LoraConfig(r=2, lora_alpha=4, target_modules=modules, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), theirs).save_pretrained(start)
+    actor = {"lora": {"rank": 2, "alpha": 4, "target_modules": modules, "start": str(start)}, "num_threads": 1}
+    config = write_config(tmp_path / "job", model, data, actor=actor | {"token_budget": PROMPT_TOKENS})
+    sft(config, "--run.num_steps", "1")
+    shutil.rmtree(start)
+    sft(config, "--run.num_steps", "2", "--resume")
+    assert set(metrics_of(config, "sft/loss")) == {1, 2}
 
 
 @pytest.mark.parametrize(

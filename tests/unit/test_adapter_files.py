@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from rolecall.checkpoint.manifest import RunCheckpoints
+from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.check import find_problems
 from rolecall.settings import load_settings
 from tests.twins.launched import VOCAB_SIZE, write_light_config
@@ -89,3 +91,14 @@ def test_an_adapter_of_another_model_or_none_at_all_is_told(config: Path, tmp_pa
     assert "is no adapter in peft's format (not an object)" in problem
     (problem,) = told(config, tmp_path / "nowhere")[0]
     assert "rolecall export writes one to the folder `adapter`" in problem
+
+
+def test_a_run_that_has_a_checkpoint_needs_the_folder_no_more(config: Path, tmp_path: Path) -> None:
+    checkpoints = RunCheckpoints(open_storage(str(tmp_path / "run" / "checkpoints")), 9)
+    checkpoints.commit(checkpoints.begin(0), [], {"run": "light"})
+    gone = tmp_path / "gone"
+    assert "is no adapter in peft's format" in " ".join(told(config, gone)[0]), "that of step 0 is never loaded"
+    checkpoints.commit(checkpoints.begin(2), [], {"run": "light"})
+    problems, said = told(config, gone)
+    assert [problem for problem in problems if "adapter" in problem] == []
+    assert f"adapters: actor.lora.start {gone} is gone; those of the newest checkpoint go on" in said

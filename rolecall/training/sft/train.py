@@ -15,6 +15,7 @@ import torch
 from rolecall.data.sft_examples import TokenizedExamples, end_of_response, load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, WorkerLostError
+from rolecall.identity import adapters_to_begin_with
 from rolecall.settings import SftSettings
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs
@@ -87,7 +88,7 @@ class SftRank:
             dtype=settings.model.dtype,
             float32_logits=settings.model.head_dtype == "float32",
             optimizer=actor.optimizer,
-            lora=actor.lora,
+            lora=adapters_to_begin_with(settings),
             total_steps=self._num_steps,
             parallel=actor.parallel,
             megatron=actor.megatron,

@@ -3,18 +3,23 @@ reference service.
 """
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import Qwen3ForCausalLM
 
-from rolecall.settings import RunSettings
+from rolecall.checkpoint.manifest import RunCheckpoints, StoredFile
+from rolecall.checkpoint.storage import open_storage
+from rolecall.errors import ConfigError
+from rolecall.settings import LoraSection, RunSettings
 from rolecall.training.model import lora
 from rolecall.v1 import weights_pb2
-from rolecall.v1.training_pb2 import TrainRequest
+from rolecall.v1.training_pb2 import LoadTrainerCheckpointRequest, SaveTrainerCheckpointRequest, TrainRequest
 from rolecall.v1.trajectory_pb2 import Coefficients, TrainBatch
 from rolecall.weights.channel import join
 from rolecall.weights.rendezvous import Rendezvous
@@ -27,6 +32,7 @@ from tests.twins.served import (
     Batches,
     MakeRun,
     publish_request,
+    saved,
     served_actor,
     settings_tree,
     train,
@@ -122,3 +128,33 @@ async def test_what_is_published_is_an_adapter_that_makes_the_base_the_actors_mo
     probe = decode_tensor(published.probe.logprobs, "probe")
     np.testing.assert_allclose(probe[1:], expected, atol=1e-4)
     assert np.abs(probe - before).max() > 1e-2
+
+
+async def test_an_actor_that_has_a_checkpoint_begins_again_without_the_folder_of_its_first_adapter(
+    store: StoreUnderTest, model: Path, tmp_path: Path
+) -> None:
+    ctl, batches, start = store.ledger.ctl, Batches(store, model), tmp_path / "start"
+    section = LoraSection(rank=4, alpha=8, start=start)
+    theirs = LoraConfig(r=4, lora_alpha=8, target_modules=list(section.target_modules), task_type="CAUSAL_LM")
+    get_peft_model(Qwen3ForCausalLM.from_pretrained(model), theirs).save_pretrained(start)
+    actor_section = ACTOR | {"lora": section.model_dump(mode="json")}
+    settings = RunSettings.model_validate(settings_tree(store, model, tmp_path, actor=actor_section))
+    checkpoints = RunCheckpoints(open_storage(settings.run.checkpoints), 1)
+    attempt = checkpoints.begin(1)
+    path = attempt.storage.at("actor").url
+    async with served_actor(settings, store) as (_, actor):
+        batches.commit(await train(actor, TrainRequest(ctl=ctl, step=0, digest=batches.sealed(0).digest)))
+        files = await saved(actor, SaveTrainerCheckpointRequest(ctl=ctl, path=path, step=1))
+        one = TrainRequest(ctl=ctl, step=1, digest=batches.sealed(1).digest)
+        expected = values_of(await train(actor, one))
+    shutil.rmtree(start)
+    with pytest.raises(ConfigError, match=r"actor\.lora\.start .* is no adapter"):
+        async with served_actor(settings, store):
+            pass
+    kept = [StoredFile(f"actor/{file.name}", file.num_bytes, file.checksum) for file in files]
+    checkpoints.commit(attempt, kept, {"run": store.run})
+    async with served_actor(settings, store) as (_, actor):
+        await actor.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=path, files=files), timeout=30)
+        again = values_of(await train(actor, one))
+    for name in ("actor/loss", "actor/grad_norm"):
+        assert again[name] == pytest.approx(expected[name], rel=1e-5)
