@@ -240,7 +240,7 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         check_cache(settings)
     if settings.rollout.num_replicas and not settings.rollout.devices:
         check_cpu_sleep(settings)
-        check_cpu_attention(path)
+        check_cpu_attention(path, settings.rollout.engine.get("block_size"))
         check_cpu_routing(settings.actor)
         if settings.actor.lora is not None:
             check_cpu_adapters(path)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import JsonValue
+
 from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError
 from rolecall.settings import LayoutSection
@@ -22,6 +24,8 @@ MAX_HEADER_BYTES = 100 * 2**20
 """Bound of a safetensors header, as the format has it."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions that vLLM's attention on CPUs takes; with another its engine starts, and dies of the first prompt."""
+CPU_BLOCK_TOKENS = 32
+"""Tokens that a cache block on CPUs has a multiple of; with another vLLM loads the model first and refuses it then."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which architectures keep the number of experts of a layer."""
 _ALL_FULL_ATTENTION = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -135,10 +139,19 @@ def num_cached_per_token(path: Path, num_tensor: int, num_stages: int) -> int:
     return 2 * max(1, num_keys // num_tensor) * head_dim * -(-num_layers // num_stages)
 
 
-def check_cpu_attention(path: Path) -> None:
-    """ConfigError when vLLM cannot run the model at `path` on CPUs."""
+def check_cpu_attention(path: Path, block_size: JsonValue) -> None:
+    """ConfigError when vLLM cannot run the model at `path` on CPUs, or not with rollout.engine's `block_size`. For
+    latent attention it takes its own in place of that.
+    """
     head_dim = _head_dim(_text(_json(path / "config.json")))
-    if head_dim is not None and head_dim not in CPU_HEAD_DIMS:
+    if head_dim is None:
+        return
+    if isinstance(block_size, int) and (block_size < 1 or block_size % CPU_BLOCK_TOKENS):
+        raise ConfigError(
+            f"rollout.engine.block_size {block_size} is no multiple of {CPU_BLOCK_TOKENS}, which vLLM's attention "
+            "needs on CPUs; give one, or remove it"
+        )
+    if head_dim not in CPU_HEAD_DIMS:
         raise ConfigError(
             f"model.path {path}: head_dim {head_dim} is not one that vLLM's attention takes on CPUs "
             f"({', '.join(map(str, CPU_HEAD_DIMS))}); "

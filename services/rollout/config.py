@@ -90,7 +90,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
     check_stages(path, section.pipeline_parallel_size)
     if not devices:
         check_cpu_sleep(settings)
-        check_cpu_attention(path)
+        check_cpu_attention(path, settings.rollout.engine.get("block_size"))
         check_cpu_routing(settings.actor)
         if settings.actor.lora is not None:
             check_cpu_adapters(path)

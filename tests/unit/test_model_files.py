@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rolecall.commands.check import find_problems, require
-from rolecall.data.model_files import CPU_HEAD_DIMS, num_adapter_parameters, read_model
+from rolecall.data.model_files import CPU_BLOCK_TOKENS, CPU_HEAD_DIMS, num_adapter_parameters, read_model
 from rolecall.errors import ConfigError
 from rolecall.settings import load_settings
 from tests.twins.launched import VOCAB_SIZE, write_light_config, write_model
@@ -200,17 +200,27 @@ def test_a_cache_that_holds_no_response_is_refused_where_it_is_sure(
     assert any(told in problem for problem in found) == (least is not None), found
 
 
-def test_the_head_dimensions_are_those_that_vllm_lists() -> None:
+def test_blocks_that_vllm_refuses_on_cpus_are_named_before_it_loads_the_model(config: Path) -> None:
+    for size in (7, 16, 48, 0):
+        (told,) = problems(config, "rollout.num_replicas=1", f"rollout.engine={{block_size: {size}}}")
+        assert f"rollout.engine.block_size {size} is no multiple of 32" in told
+    for good in ("32", "96", "null"):
+        assert problems(config, "rollout.num_replicas=1", f"rollout.engine={{block_size: {good}}}") == []
+    edit("config.json", kv_lora_rank=16)(config.parent / "model")
+    found = problems(config, "rollout.num_replicas=1", "rollout.engine={block_size: 7}")
+    assert not any("block_size" in problem for problem in found), "latent attention takes its own instead"
+
+
+def test_what_attention_takes_on_cpus_is_what_vllm_lists() -> None:
     """Read in vLLM's source: importing it takes ten seconds, and changes logging and torch for good."""
     vllm = importlib.util.find_spec("vllm")
     if vllm is None or vllm.origin is None:
         pytest.skip("vllm is not installed")
     source = (Path(vllm.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py").read_text()
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    (listing,) = (one for one in functions if one.name == "get_supported_head_sizes")
-    (answer,) = (node for node in ast.walk(listing) if isinstance(node, ast.Return) and node.value is not None)
-    assert answer.value is not None
-    assert ast.literal_eval(answer.value) == list(CPU_HEAD_DIMS)
+    answers = {one.name: ast.unparse(one.body[-1]) for one in functions}
+    assert answers["get_supported_head_sizes"] == f"return {list(CPU_HEAD_DIMS)}"
+    assert answers["get_supported_kernel_block_sizes"] == f"return [MultipleOf({CPU_BLOCK_TOKENS})]"
 
 
 def test_a_critic_and_a_reference_of_another_vocabulary_are_named_by_their_setting(
