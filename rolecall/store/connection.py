@@ -139,7 +139,11 @@ class Connection:
             pipeline = self._client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command)
-            return list(pipeline.execute())
+            replies = list(pipeline.execute(raise_on_error=False))
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise reply  # as the server said it: redis-py would put words of its own before the first
+            return replies
 
         return self.attempt(call) if commands else []
 

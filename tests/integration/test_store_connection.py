@@ -149,8 +149,11 @@ def test_refusals_that_pass_are_waited_for(servers: PlainServers) -> None:
     ledger.lock(0.1)
     replica.kill()
     until(lambda: master.replication()["connected_slaves"] == 0, "a master alone")
+    soon = Connection(connection.ledger, retry_s=0.3)
     with pytest.raises(StoreUnavailableError, match="NOREPLICAS"):
-        Ledger(Connection(connection.ledger, retry_s=0.3), "run").lock(0.0)
+        Ledger(soon, "run").lock(0.0)
+    with pytest.raises(StoreUnavailableError, match="NOREPLICAS"):
+        soon.pipeline([("GET", "key"), ("SET", "key", "value")])
     timer = threading.Timer(0.3, replica.start)
     timer.start()
     ledger.beat()
