@@ -150,8 +150,8 @@ async def test_a_step_goes_on_when_its_caller_leaves_and_a_retry_attaches(
     request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batches.sealed(0).digest)
     async with served_actor(make_run(algorithm=MANY_UPDATES), store) as (rig, actor):
         leaving = actor.Train(request, timeout=30)
-        first = await anext(aiter(leaving))
-        assert first.WhichOneof("event") == "progress"
+        while rig.engine.context.engine.num_updates == 0:  # on a busy machine its first event may be the last
+            await asyncio.sleep(0.01)
         leaving.cancel()
         one, other = await asyncio.gather(train(actor, request), train(actor, request))
         assert one == other
