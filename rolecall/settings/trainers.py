@@ -225,7 +225,7 @@ class ActorSection(TrainerSection):
     """
     torch_compile: bool = False
     """Compile norms, rotations and activations of each layer into few kernels, during the first passes (torch.compile):
-    faster on GPUs and with less memory. Every trainer.
+    faster on GPUs and with less memory. Every trainer; not with parallel.tensor, router_replay or moe.
     """
     train_timeout_s: PositiveFloat = 3600.0
     """Deadline of one Train, SaveCheckpoint or LoadCheckpoint call of the actor or the critic; unless set, longer with
@@ -274,6 +274,15 @@ class ActorSection(TrainerSection):
         return self
 
     @model_validator(mode="after")
+    def _compiled_layers_are_dense(self) -> Self:
+        if self.torch_compile and (self.moe is not None or self.router_replay != "off"):
+            raise ValueError(
+                "torch_compile: layers whose routers are measured (moe) or told what to choose (router_replay) are not "
+                "compiled; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _adapters_are_whole(self) -> Self:
         if self.moe is not None and self.parallel.tensor > 1 and self.backend == "fsdp":
             raise ValueError(
@@ -298,6 +307,11 @@ def check_dtype(actor: ActorSection, dtype: Dtype) -> None:
 
 def check_backend(actor: ActorSection, parallel: LayoutSection, setting: str) -> None:
     """Raises ValueError when the back end has no such layout. `setting` names `parallel`."""
+    if actor.torch_compile and parallel.tensor > 1:
+        raise ValueError(
+            f"{setting}.tensor: matrices that are split over ranks are not compiled (actor.torch_compile); leave it at "
+            "1, or do not compile"
+        )
     if actor.backend == "fsdp" and (parallel.pipeline > 1 or parallel.expert > 1):
         raise ValueError(
             f"{setting}: pipeline and expert are there with actor.backend megatron only; leave them at 1, or use it"

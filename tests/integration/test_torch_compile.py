@@ -1,5 +1,6 @@
 """Compiled layers compute what others do, in graphs that all layers and all lengths share."""
 
+import asyncio
 import logging
 import shutil
 from collections.abc import Iterator
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from pydantic import ValidationError
 from torch._dynamo.utils import counters
 
 from rolecall.settings import LoraSection, OptimizerSection
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import pack
+from tests.conftest import MakeSettings
 from tests.integration.fsdp_ranks import make_rows, train_step
 from tests.tiny_models import write_qwen3, write_qwen3_moe
 
@@ -42,7 +45,6 @@ def _nothing_compiled_before() -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
-    torch._dynamo.config.suppress_errors = False
 
 
 def make_engine(path: Path, device: str = "cpu", **more: Any) -> FsdpEngine:
@@ -100,15 +102,51 @@ def test_all_layers_and_all_lengths_share_their_graphs(models: dict[str, Path]) 
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 
-def test_a_layer_that_cannot_be_compiled_is_computed_as_before(
+async def test_a_layer_that_cannot_be_compiled_is_computed_as_before_in_whatever_thread(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ranks build their engine in one thread and compute in another (rolecall/training/serving/serve.py)."""
     expected = trained(make_engine(models["dense"]))
-    engine = make_engine(models["dense"], torch_compile=True)
+    engine = await asyncio.to_thread(make_engine, models["dense"], torch_compile=True)
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel for this")
 
     monkeypatch.setattr("torch._inductor.compile_fx._compile_fx_inner", broken)
-    for ours, theirs in zip(trained(engine), expected, strict=True):
+    for ours, theirs in zip(await asyncio.to_thread(trained, engine), expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+async def test_no_graph_is_kept_on_the_disk(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would pickle it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    engine = await asyncio.to_thread(make_engine, models["dense"], torch_compile=True, optimizer=None)
+    microbatch = pack(make_rows(2), [], temperature=0.7, device=engine.device)
+    await asyncio.to_thread(engine.forward, [microbatch])
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept, "kernels are kept"
+    assert kept.isdisjoint({"fxgraph", "aotautograd"})
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"actor": {"router_replay": "r2"}}, "layers whose routers"),
+        ({"actor": {"moe": {}}}, "layers whose routers"),
+        ({"actor": {"num_ranks": 2, "parallel": {"tensor": 2}}}, r"actor\.parallel\.tensor: matrices"),
+        (
+            {
+                "critic": {"num_ranks": 2, "parallel": {"tensor": 2}},
+                "algorithm": {"groups_per_batch": 4, "advantage": {"kind": "gae"}},
+            },
+            r"critic\.parallel\.tensor: matrices",
+        ),
+    ],
+    ids=["replayed", "measured", "split", "another trainer's"],
+)
+def test_what_is_not_compiled_is_refused(make_settings: MakeSettings, sections: dict[str, Any], told: str) -> None:
+    make_settings(**sections)
+    with pytest.raises(ValidationError, match=told):
+        make_settings(**sections | {"actor": sections.get("actor", {}) | {"torch_compile": True}})

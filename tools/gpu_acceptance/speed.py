@@ -73,7 +73,7 @@ def _measure_size(stage: Stage, size: Size) -> None:
     stage.found.figure(f"{size} loaded in s", time.monotonic() - started)
     for compiled in (False, True) if size == "4B" else (False,):
         if compiled:
-            compile_layers(engine._model, 1, deterministic=False)
+            compile_layers(engine._model)
         for checkpointing in (True, False):
             _recompute(engine, checkpointing)
             expected = _memory_needed(stage, engine)

@@ -42,7 +42,7 @@ from rolecall.training.fsdp.shards import Shards
 from rolecall.training.model.activation_offload import ActivationOffload, Copies
 from rolecall.training.model.attention import TracedAttention, plan_attention
 from rolecall.training.model.box import local_part, whole
-from rolecall.training.model.compiled import compile_layers
+from rolecall.training.model.compiled import compile_layers, compiling
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.huggingface import ModelFiles
 from rolecall.training.model.logprobs import Wanted
@@ -131,7 +131,7 @@ class FsdpEngine:
             split_tensors(self._model.hf, self.layout.tensor_mesh)
         self._shards = Shards(self._model, self.layout, options, self._memory)
         if options.torch_compile:
-            compile_layers(self._model, self.layout.world_size, deterministic=options.deterministic)
+            compile_layers(self._model)
         self._progress.follow(layers(self._model))
         self._activations = (
             ActivationOffload(layers(self._model), Copies(device)) if options.activation_offload else None
@@ -160,7 +160,12 @@ class FsdpEngine:
     ) -> list[TokenOutputs | ValueOutputs]:
         """TrainingEngine.forward."""
         self.onload("parameters")
-        with self._memory.phase("forward"), torch.no_grad(), adapters_off(self._model.hf) if base else nullcontext():
+        with (
+            self._compiling(),
+            self._memory.phase("forward"),
+            torch.no_grad(),
+            adapters_off(self._model.hf) if base else nullcontext(),
+        ):
             outputs = [
                 narrow(self._run(microbatch, entropy, wanted, plain, base), microbatch) for microbatch in microbatches
             ]
@@ -173,22 +178,26 @@ class FsdpEngine:
         self.onload("parameters", "gradients")
         self._held_bytes = held_bytes(self.device)
         metrics = Metrics()
-        for index, microbatch in enumerate(microbatches):
-            if index in (0, len(microbatches) - 1):
-                self._shards.begin_backward(is_last=index == len(microbatches) - 1)
-            with self._memory.phase("forward"), self._activations.recording() if self._activations else nullcontext():
-                outputs = self._run(microbatch, entropy)
-                if microbatch.lengths:
-                    value, part = loss(microbatch, outputs)
-                    metrics.merge(part)
-                else:
-                    value = zero_of(outputs)
-            if self._scale is not None:
-                self._num_infinite += ~torch.isfinite(value.detach())
-                value = value * self._scale.value
-            with self._memory.phase("backward"):
-                value.backward()  # type: ignore[no-untyped-call]
-            self._progress.mark()
+        with self._compiling():
+            for index, microbatch in enumerate(microbatches):
+                if index in (0, len(microbatches) - 1):
+                    self._shards.begin_backward(is_last=index == len(microbatches) - 1)
+                with (
+                    self._memory.phase("forward"),
+                    self._activations.recording() if self._activations else nullcontext(),
+                ):
+                    outputs = self._run(microbatch, entropy)
+                    if microbatch.lengths:
+                        value, part = loss(microbatch, outputs)
+                        metrics.merge(part)
+                    else:
+                        value = zero_of(outputs)
+                if self._scale is not None:
+                    self._num_infinite += ~torch.isfinite(value.detach())
+                    value = value * self._scale.value
+                with self._memory.phase("backward"):
+                    value.backward()  # type: ignore[no-untyped-call]
+                self._progress.mark()
         return metrics
 
     def step(self) -> StepOutcome:
@@ -287,6 +296,10 @@ class FsdpEngine:
     def num_bytes_away(self, *parts: StatePart) -> int:
         """EngineState.num_bytes_away."""
         return self._on_host.num_bytes(parts or STATE_PARTS)
+
+    def _compiling(self) -> AbstractContextManager[None]:
+        options = self._options
+        return compiling(deterministic=options.deterministic) if options.torch_compile else nullcontext()
 
     def _traced(self) -> ModelFlops:
         """Counts a pass, on the meta device, which also shows whether every layer chooses experts as it is told to."""

@@ -1,11 +1,17 @@
 """The layers of a model as torch.compile makes them: what lies between their matrix products and attention (norms,
 rotations, activations, residuals) becomes few kernels, and less of it is kept for backward.
 
-Attention stays as it is, so a layer is two graphs. All layers of a kind share them, whatever the number of tokens. They
-are made in the first passes of each kind (with gradients or without, adapters on or off), which takes tens of seconds.
+    compile_layers(model)
+    with compiling(deterministic=False):
+        ...                       # a pass, forward or backward, which compiles what is not yet
+
+Attention stays as it is, so a layer is two graphs. All dense layers share them, whatever the number of tokens. They are
+made in the first passes of each kind (with gradients or without, adapters on or off), which takes tens of seconds.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch._dynamo
@@ -18,16 +24,27 @@ MAX_COMPILERS = 8
 """Most processes of one rank that compile kernels beside each other."""
 
 
-def compile_layers(model: PackedModel, num_ranks: int, *, deterministic: bool) -> None:
-    """Has each layer's forward compiled at its first call, inside FSDP's hooks and inside what recomputes a layer. What
-    cannot be compiled is computed as before, with a warning in the log.
-
-    `num_ranks` share the cores that this process may use. `deterministic`: kernels are chosen without timing them.
-    """
-    torch._dynamo.config.suppress_errors = True
-    torch._inductor.config.compile_threads = max(1, min(MAX_COMPILERS, len(os.sched_getaffinity(0)) // num_ranks))
-    torch._inductor.config.deterministic = deterministic
-    # Graphs are kept on the disk as pickles, in a folder that anybody may have made. The kernels' own files are not.
-    torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
+def compile_layers(model: PackedModel) -> None:
+    """Has each layer's forward compiled at its first call, inside FSDP's hooks and inside what recomputes a layer."""
     for layer in layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+@contextmanager
+def compiling(*, deterministic: bool) -> Iterator[None]:
+    """Rules for what is compiled inside. What cannot be is computed as before, with a warning in the log. No graph is
+    kept on the disk: torch would pickle it. `deterministic`: kernels are chosen without timing them.
+
+    Around every pass, because torch keeps its configuration by thread and context: set once, it is lost to others.
+    """
+    kernels = {
+        "compile_threads": min(MAX_COMPILERS, len(os.sched_getaffinity(0))),
+        "deterministic": deterministic,
+        "fx_graph_cache": False,
+    }
+    with (
+        torch._dynamo.config.patch(suppress_errors=True),
+        torch._inductor.config.patch(kernels),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        yield
