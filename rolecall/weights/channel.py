@@ -118,7 +118,7 @@ class GlooChannel:
                 rendezvous.communicator_store(timeout_s), rendezvous.rank, world_size, options
             )
         except RuntimeError as error:
-            rendezvous.check()
+            rendezvous.check_now()  # a peer that was closed is seen at once, why it was only when somebody looks
             raise ChannelBrokenError(f"the ranks did not meet within {timeout_s:g} s: {error}") from error
         rendezvous.on_broken(self.close)
 

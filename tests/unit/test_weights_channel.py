@@ -358,6 +358,17 @@ def test_what_an_epoch_leaves_in_the_rendezvous_goes_with_it_and_late_ranks_stil
         late.close()
 
 
+def test_a_rank_that_meets_nobody_says_why_the_epoch_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolecall.weights.rendezvous.WATCH_S", 30.0)  # its watcher has not looked yet
+    host = RendezvousServer("127.0.0.1")
+    root, other = host.enter(1), Rendezvous(host.address, 1, 1, MEET_S)
+    root.abort("epoch 2 was opened")
+    with pytest.raises(ChannelBrokenError, match="epoch 2 was opened"):
+        join(other, 2, "gloo", CPU, SHORT_S)
+    other.close()
+    root.close()
+
+
 def test_a_rank_that_cannot_take_part_frees_those_that_wait_for_it(backend: WeightBackend) -> None:
     host = RendezvousServer("127.0.0.1")
     root, other = host.enter(1), Rendezvous(host.address, 1, 1, MEET_S)
