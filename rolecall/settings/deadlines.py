@@ -187,7 +187,8 @@ class _Derivation:
         about = f"a batch of {tokens} tokens, {rate}, or a checkpoint"
         self._say(actor, "actor", "train_timeout_s", max(trained), about)
         self._say(actor, "actor", "compute_timeout_s", max(passes), f"a pass over {tokens} tokens, {rate}")
-        self._say(actor, "actor", "hang_s", max(microbatches), f"a pass over token_budget, {rate}")
+        compiled = ", the first of which compiles layers" if actor.torch_compile else ""
+        self._say(actor, "actor", "hang_s", max(microbatches), f"a pass over token_budget, {rate}{compiled}")
 
     def _pass_s(self, section: TrainerSection, model: Path, tokens_per_rank: float) -> float:
         flops = 2 * self._bytes[model] / FILE_BYTES_PER_PARAMETER * tokens_per_rank
