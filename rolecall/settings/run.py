@@ -205,6 +205,11 @@ class RunSettings(Section):
                 f"run.deterministic: with algorithm.max_staleness {self.algorithm.max_staleness} the clock decides "
                 "which weights sample a response; set max_staleness 0"
             )
+        if self.run.deterministic and self.actor.torch_compile:
+            raise ValueError(
+                "run.deterministic: compiled layers (actor.torch_compile) may differ in the last bit from start to "
+                "start; leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -225,7 +225,8 @@ class ActorSection(TrainerSection):
     """
     torch_compile: bool = False
     """Compile norms, rotations and activations of each layer into few kernels, during the first passes (torch.compile):
-    faster on GPUs and with less memory. Every trainer; not with parallel.tensor, router_replay or moe.
+    faster on GPUs and with less memory. Every trainer; not with parallel.tensor, router_replay, moe or
+    run.deterministic.
     """
     train_timeout_s: PositiveFloat = 3600.0
     """Deadline of one Train, SaveCheckpoint or LoadCheckpoint call of the actor or the critic; unless set, longer with

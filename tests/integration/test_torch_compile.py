@@ -133,6 +133,10 @@ async def test_no_graph_is_kept_on_the_disk(
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
+        (
+            {"run": {"name": "test", "dir": "run", "num_steps": 1, "deterministic": True}},
+            "run.deterministic: compiled layers",
+        ),
         ({"actor": {"router_replay": "r2"}}, "layers whose routers"),
         ({"actor": {"moe": {}}}, "layers whose routers"),
         ({"actor": {"num_ranks": 2, "parallel": {"tensor": 2}}}, r"actor\.parallel\.tensor: matrices"),
@@ -144,7 +148,7 @@ async def test_no_graph_is_kept_on_the_disk(
             r"critic\.parallel\.tensor: matrices",
         ),
     ],
-    ids=["replayed", "measured", "split", "another trainer's"],
+    ids=["deterministic", "replayed", "measured", "split", "another trainer's"],
 )
 def test_what_is_not_compiled_is_refused(make_settings: MakeSettings, sections: dict[str, Any], told: str) -> None:
     make_settings(**sections)

@@ -298,8 +298,7 @@ class FsdpEngine:
         return self._on_host.num_bytes(parts or STATE_PARTS)
 
     def _compiling(self) -> AbstractContextManager[None]:
-        options = self._options
-        return compiling(deterministic=options.deterministic) if options.torch_compile else nullcontext()
+        return compiling() if self._options.torch_compile else nullcontext()
 
     def _traced(self) -> ModelFlops:
         """Counts a pass, on the meta device, which also shows whether every layer chooses experts as it is told to."""

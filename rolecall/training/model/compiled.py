@@ -2,7 +2,7 @@
 rotations, activations, residuals) becomes few kernels, and less of it is kept for backward.
 
     compile_layers(model)
-    with compiling(deterministic=False):
+    with compiling():
         ...                       # a pass, forward or backward, which compiles what is not yet
 
 Attention stays as it is, so a layer is two graphs. All dense layers share them, whatever the number of tokens. They are
@@ -31,20 +31,16 @@ def compile_layers(model: PackedModel) -> None:
 
 
 @contextmanager
-def compiling(*, deterministic: bool) -> Iterator[None]:
+def compiling() -> Iterator[None]:
     """Rules for what is compiled inside. What cannot be is computed as before, with a warning in the log. No graph is
-    kept on the disk: torch would pickle it. `deterministic`: kernels are chosen without timing them.
+    kept on the disk: torch would pickle it.
 
     Around every pass, because torch keeps its configuration by thread and context: set once, it is lost to others.
     """
-    kernels = {
-        "compile_threads": min(MAX_COMPILERS, len(os.sched_getaffinity(0))),
-        "deterministic": deterministic,
-        "fx_graph_cache": False,
-    }
+    compilers = min(MAX_COMPILERS, len(os.sched_getaffinity(0)))
     with (
         torch._dynamo.config.patch(suppress_errors=True),
-        torch._inductor.config.patch(kernels),
+        torch._inductor.config.patch(compile_threads=compilers, fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
         yield
