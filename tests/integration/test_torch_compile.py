@@ -23,7 +23,6 @@ from tests.tiny_models import write_qwen3, write_qwen3_moe
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch asks its own tensors
     pytest.mark.skipif(
         shutil.which("g++") is None, reason="no C++ compiler (g++), which kernels for CPUs are made with"
     ),

@@ -16,8 +16,7 @@ from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.account.peaks import peak_flops
 from rolecall.training.engine import Microbatch
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.model.compiled import compile_layers
-from rolecall.training.model.packed_model import build_model
+from rolecall.training.model.packed_model import build_model, layers
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.packing.pack import Row, local_counts
 from rolecall.training.ranks.device import free_cached_memory, memory_bytes, name_of, take_peak_bytes, wait_for
@@ -69,11 +68,12 @@ def _measure_size(stage: Stage, size: Size) -> None:
     memory, silence = PhaseMemory(stage.device), Silence()
     path = write_zeros(stage.folder / size, stage.config(size))
     started = time.monotonic()
-    engine = make_engine(stage, path, memory=memory, progressed=silence)
+    engine = make_engine(stage, path, memory=memory, progressed=silence, torch_compile=size == "4B")
     stage.found.figure(f"{size} loaded in s", time.monotonic() - started)
-    for compiled in (False, True) if size == "4B" else (False,):
-        if compiled:
-            compile_layers(engine._model)
+    for compiled in (True, False) if size == "4B" else (False,):
+        if size == "4B" and not compiled:
+            for layer in layers(engine._model):
+                del layer.forward  # the class's own is below
         for checkpointing in (True, False):
             _recompute(engine, checkpointing)
             expected = _memory_needed(stage, engine)
