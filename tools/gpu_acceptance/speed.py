@@ -23,8 +23,8 @@ from rolecall.training.ranks.device import free_cached_memory, memory_bytes, nam
 from tools.gpu_acceptance.findings import Findings
 from tools.gpu_acceptance.stage import Size, Stage, make_engine, make_rows, packed, write_zeros
 
-MFU = 0.35
-"""Least share of the peak at 4B, compiled, without recomputation."""
+MFU, COMPILED_MFU = 0.35, 0.4
+"""Least share of the peak at 4B without recomputation, and with compiled layers."""
 NORM = 0.02
 """Largest relative gap between gradient norms of the bfloat16 and the float32 engine."""
 _FILLED = 0.88
@@ -68,10 +68,11 @@ def _measure_size(stage: Stage, size: Size) -> None:
     memory, silence = PhaseMemory(stage.device), Silence()
     path = write_zeros(stage.folder / size, stage.config(size))
     started = time.monotonic()
-    engine = make_engine(stage, path, memory=memory, progressed=silence, torch_compile=size == "4B")
+    both_ways = size == "4B"
+    engine = make_engine(stage, path, memory=memory, progressed=silence, torch_compile=both_ways)
     stage.found.figure(f"{size} loaded in s", time.monotonic() - started)
-    for compiled in (True, False) if size == "4B" else (False,):
-        if size == "4B" and not compiled:
+    for compiled in (True, False) if both_ways else (False,):
+        if both_ways and not compiled:
             for layer in layers(engine._model):
                 del layer.forward  # the class's own is below
         for checkpointing in (True, False):
@@ -124,6 +125,7 @@ class Case:
 
 
 def _measure(stage: Stage, engine: FsdpEngine, case: Case, memory: PhaseMemory, silence: Silence) -> None:
+    """Measures one case."""
     rows = _rows(case.budget, engine.config.vocab_size)
     counts = local_counts([row for microbatch in rows for row in microbatch])
     microbatches = [packed(microbatch, stage.device) for microbatch in rows]
@@ -146,8 +148,9 @@ def _measure(stage: Stage, engine: FsdpEngine, case: Case, memory: PhaseMemory, 
         f"spread {spread:.1%}",
     )
     stage.found.require(f"two runs of {case} differ by {spread:.1%}", spread < SPREAD, on_device=True)
-    if case.size == "4B" and case.compiled and not case.checkpointing:
-        stage.found.require(f"MFU of {case} is {mfu:.1%}", mfu >= MFU, on_device=True)
+    if case.size == "4B" and not case.checkpointing:
+        least = COMPILED_MFU if case.compiled else MFU
+        stage.found.require(f"MFU of {case} is {mfu:.1%}", mfu >= least, on_device=True)
 
 
 def _rows(budget: int, vocab: int) -> list[list[Row]]:
