@@ -4,6 +4,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "kept": ("dense", {}),
     "recomputed": ("dense", {"gradient_checkpointing": True}),
     "offloaded": ("dense", {"activation_offload": True}),
+    "inputs offloaded": ("dense", {"activation_offload": True, "gradient_checkpointing": True}),
     "adapters": ("dense", {"lora": LoraSection(rank=4)}),
     "experts": ("moe", {}),
 }
@@ -70,19 +72,26 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     ("way", "device"),
     [
         *(
-            (way, "cpu") for way in ("kept", "recomputed", "offloaded")
+            (way, "cpu") for way in ("kept", "recomputed", "offloaded", "inputs offloaded")
         ),  # one set of kernels: C++ takes minutes for more
         *(pytest.param(way, "cuda", marks=ON_GPU) for way in WAYS),
     ],
 )
 def test_compiled_layers_train_as_others_do(
-    models: dict[str, Path], way: str, device: str, caplog: pytest.LogCaptureFixture
+    models: dict[str, Path],
+    way: str,
+    device: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("rolecall.training.model.activation_offload.LEAST_BYTES", 256)  # so that these small ones move
     kind, more = WAYS[way]
     expected = trained(make_engine(models[kind], device, **more))
     assert not counters["stats"]
+    engine = make_engine(models[kind], device, **more, torch_compile=True)
     with caplog.at_level(logging.WARNING, "torch._dynamo"):
-        compiled = trained(make_engine(models[kind], device, **more, torch_compile=True))
+        compiled = trained(engine)
+    assert (engine._activations is not None and engine._activations.num_bytes > 0) == ("offloaded" in way)
     assert counters["stats"]["unique_graphs"] > 0
     assert kind == "moe" or not caplog.records, "a graph could not be compiled"
     for ours, theirs in zip(compiled, expected, strict=True):
@@ -99,6 +108,16 @@ def test_all_layers_and_all_lengths_share_their_graphs(models: dict[str, Path]) 
     for num_rows in (1, 3, 5):
         engine.forward([pack(make_rows(num_rows, seed=num_rows), [], temperature=0.7, device=engine.device)])
     assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+def test_what_moves_activations_is_not_compiled_with_them(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a mixture, parts are computed operator by operator, which calls its hooks within a compiled layer."""
+    monkeypatch.setattr("torch.compile", partial(torch.compile, backend="aot_eager"))  # graphs alone, no kernels
+    trained(make_engine(models["moe"], activation_offload=True, torch_compile=True))
+    assert counters["stats"]["unique_graphs"] > 0
+    assert not [reason for reason in counters["graph_break"] if "UntypedStorage" in reason]
 
 
 async def test_a_layer_that_cannot_be_compiled_is_computed_as_before_in_whatever_thread(
