@@ -41,10 +41,21 @@ def begin(folder: Path, name: str) -> "subprocess.Popen[str]":
 
 
 def curve(folder: Path, name: str) -> dict[int, dict[str, float]]:
-    """What each step says of the policy, by step."""
+    """What each step says of the policy, by step. Left out is what it says of tokens that were sampled with the actor's
+    very weights: those that come back after a death are the same, and another version.
+    """
     path = folder / name / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    told = ("reward/", "actor/loss", "actor/grad_norm", "actor/entropy", "actor/mismatch", "critic/loss", "response/")
+    told = (
+        "reward/",
+        "actor/loss",
+        "actor/grad_norm",
+        "actor/entropy",
+        "actor/mismatch_kl",
+        "actor/mismatch_all",
+        "critic/loss",
+        "response/",
+    )
     return {
         row["step"]: {key: value for key, value in row.items() if key.startswith(told)}
         for row in rows
