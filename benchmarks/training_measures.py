@@ -24,7 +24,7 @@ from rolecall.settings import OptimizerSection
 from rolecall.training.engine import Microbatch
 from rolecall.training.export.export import export
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.model.logprobs import logprobs_and_entropy
+from rolecall.training.model.logits.logprobs import logprobs_and_entropy
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.balance import partition

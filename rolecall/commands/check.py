@@ -26,6 +26,7 @@ from rolecall.data.model_files import (
     ModelFacts,
     check_cpu_adapters,
     check_cpu_attention,
+    check_cpu_recurrence,
     check_parallel,
     check_routers,
     check_stages,
@@ -241,6 +242,7 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     if settings.rollout.num_replicas and not settings.rollout.devices:
         check_cpu_sleep(settings)
         check_cpu_attention(path, settings.rollout.engine.get("block_size"))
+        check_cpu_recurrence(path, settings.model.dtype)
         check_cpu_routing(settings.actor)
         if settings.actor.lora is not None:
             check_cpu_adapters(path)

@@ -26,6 +26,10 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions that vLLM's attention on CPUs takes; with another its engine starts, and dies of the first prompt."""
 CPU_BLOCK_TOKENS = 32
 """Tokens that a cache block on CPUs has a multiple of; with another vLLM loads the model first and refuses it then."""
+CPU_DELTA_RULE_DIMS = (64, 128)
+"""Head dimensions, the same of keys and values, that vLLM's gated delta rule takes on CPUs, in bfloat16 alone."""
+_IMPORT_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Values of model_type whose code in vLLM imports torchvision, for images that a text model never sees."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which architectures keep the number of experts of a layer."""
 _ALL_FULL_ATTENTION = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -159,6 +163,26 @@ def check_cpu_attention(path: Path, block_size: JsonValue) -> None:
         )
 
 
+def check_cpu_recurrence(path: Path, dtype: str) -> None:
+    """ConfigError when the model at `path` has recurrent layers that vLLM cannot run on CPUs in `dtype`."""
+    text = _text(_json(path / "config.json"))
+    if not has_recurrent_layers(text):
+        return
+    dims = {text.get("linear_key_head_dim"), text.get("linear_value_head_dim")}
+    if dtype != "bfloat16" or len(dims) > 1 or not dims <= set(CPU_DELTA_RULE_DIMS):
+        raise ConfigError(
+            f"model.path {path} has recurrent layers, which vLLM computes on CPUs in bfloat16 alone, keys and values "
+            f"of one head dimension, {' or '.join(map(str, CPU_DELTA_RULE_DIMS))}; set model.dtype to bfloat16, use "
+            "another model, or give rollout.devices"
+        )
+    if text.get("model_type") in _IMPORT_TORCHVISION and importlib.util.find_spec("torchvision") is None:
+        raise ConfigError(
+            f"model.path {path}: vLLM's code for {text['model_type']} imports torchvision, which is not installed; "
+            "install the build for CPUs that fits torch (--index-url https://download.pytorch.org/whl/cpu), or give "
+            "rollout.devices"
+        )
+
+
 def check_cpu_adapters(path: Path) -> None:
     """ConfigError when vLLM cannot serve adapters of the model at `path` on CPUs: beside adapters it computes experts
     with a GPU kernel alone.
@@ -203,6 +227,13 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
         )
     if config.get("is_encoder_decoder"):
         raise ConfigError(f"{where} is an encoder-decoder model; use a causal language model")
+    named = [str(name) for name in config.get("architectures") or []]
+    if text != config and any(name.endswith("ForConditionalGeneration") for name in named):
+        raise ConfigError(
+            f"{where} holds {', '.join(named)}, a model of text and images; train its language model alone, which "
+            "transformers saves: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...), with the tokenizer "
+            "beside it"
+        )
     quantization = config.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
@@ -242,6 +273,11 @@ def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.pa
     """ConfigError when the model cannot be shared over ranks as `parallel` says."""
     text = _text(_json(path / "config.json", setting))
     tensor, sequence = parallel.tensor, parallel.sequence
+    if has_recurrent_layers(text) and (tensor > 1 or sequence > 1):
+        raise ConfigError(
+            f"{setting} {path} has recurrent layers, which ranks do not share: set parallel.tensor and "
+            "parallel.sequence to 1"
+        )
     counts = {
         name: text[name]
         for name in ("num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -278,6 +314,11 @@ def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.pa
 def num_experts(text: dict[str, Any]) -> int:
     """The experts of a layer by a model's configuration; 0 in a dense model."""
     return next((text[name] for name in NUM_EXPERTS if isinstance(text.get(name), int)), 0)
+
+
+def has_recurrent_layers(text: dict[str, Any]) -> bool:
+    """Whether a model has layers with a state (gated delta rule), by its configuration."""
+    return text.get("linear_num_value_heads") is not None
 
 
 def text_config(path: Path, setting: str = "model.path") -> dict[str, Any]:

@@ -21,7 +21,7 @@ from rolecall.checkpoint.storage import Storage
 from rolecall.settings import Dtype, LoraSection
 from rolecall.telemetry import Metrics
 from rolecall.training.account.flops import ModelFlops
-from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.model.packed_model import Head
 from rolecall.training.model.prefixes import SharedPrefixes
 from rolecall.training.ranks.command_group import CommandGroup

@@ -21,7 +21,7 @@ from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS, reference_colum
 from rolecall.settings import ACTOR_BASE, CovarianceLoss, CustomLoss, RunSettings
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
-from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.objective.objectives import PolicyObjective, policy_columns
 from rolecall.training.objective.routing import RouterLosses, router_load
 from rolecall.training.packing.pack import unpack

@@ -10,7 +10,7 @@ import numpy as np
 from rolecall.settings import RunSettings
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
-from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.objective.objectives import VALUE_COLUMNS, ValueObjective
 from rolecall.training.packing.pack import unpack
 from rolecall.training.serving.applied import Applied

@@ -10,7 +10,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
-from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.packing.pack import unpack
 from rolecall.training.serving.hooks import UNWATCHED, ProcessHooks
 from rolecall.training.step.role_ranks import ColumnRanks

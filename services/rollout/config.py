@@ -16,6 +16,7 @@ from rolecall.data.mixture import Mixture, check_cpu_routing, read_mixture
 from rolecall.data.model_files import (
     check_cpu_adapters,
     check_cpu_attention,
+    check_cpu_recurrence,
     check_stages,
     eos_token_ids,
     max_model_tokens,
@@ -91,6 +92,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
     if not devices:
         check_cpu_sleep(settings)
         check_cpu_attention(path, settings.rollout.engine.get("block_size"))
+        check_cpu_recurrence(path, settings.model.dtype)
         check_cpu_routing(settings.actor)
         if settings.actor.lora is not None:
             check_cpu_adapters(path)

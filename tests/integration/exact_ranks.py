@@ -39,7 +39,7 @@ from rolecall.telemetry import Metrics
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.model.box import whole
-from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.objective.objectives import (
     VALUE_COLUMNS,
     PolicyObjective,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rolecall.errors import ConfigError
 from rolecall.settings import AlgorithmSection, TrainingBackend
 from rolecall.training.engine import TokenOutputs
-from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.objective.objectives import PolicyObjective, SftObjective, policy_columns
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import local_counts, pack

@@ -132,6 +132,10 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     ),
     (write("tokenizer_config.json", b"[]"), ": transformers cannot load its tokenizer (TypeError: "),
     (edit("tokenizer.json", model={}), ": transformers cannot load its tokenizer ("),
+    (
+        edit("config.json", text_config={"vocab_size": VOCAB_SIZE}, architectures=["QwenForConditionalGeneration"]),
+        " holds QwenForConditionalGeneration, a model of text and images; train its language model alone, which",
+    ),
     (edit("config.json", is_encoder_decoder=True), " is an encoder-decoder model; use a causal language model"),
     (
         edit("config.json", num_attention_heads=4, num_key_value_heads=3),
@@ -209,6 +213,31 @@ def test_blocks_that_vllm_refuses_on_cpus_are_named_before_it_loads_the_model(co
     edit("config.json", kv_lora_rank=16)(config.parent / "model")
     found = problems(config, "rollout.num_replicas=1", "rollout.engine={block_size: 7}")
     assert not any("block_size" in problem for problem in found), "latent attention takes its own instead"
+
+
+RECURRENT = {"linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "told"),
+    [
+        ("bfloat16", {}, None),
+        ("bfloat16", {"linear_key_head_dim": 64, "linear_value_head_dim": 64}, None),
+        ("float32", {}, "in bfloat16 alone, keys and values of one head dimension, 64 or 128; set model.dtype"),
+        ("bfloat16", {"linear_key_head_dim": 64}, "keys and values of one head dimension, 64 or 128; set model.dtype"),
+        ("bfloat16", {"linear_key_head_dim": 96, "linear_value_head_dim": 96}, "one head dimension, 64 or 128"),
+        ("bfloat16", {"model_type": "qwen3_5_text"}, "vLLM's code for qwen3_5_text imports torchvision, which is not"),
+    ],
+)
+def test_recurrent_layers_that_vllm_refuses_on_cpus_are_named_before_its_first_prompt(
+    config: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, sizes: dict[str, Any], told: str | None
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else find_spec(name))
+    edit("config.json", **(RECURRENT | sizes))(config.parent / "model")
+    found = problems(config, "rollout.num_replicas=1", f"model.dtype={dtype}")
+    assert found == [] if told is None else any(told in problem for problem in found), found
+    assert problems(config, "rollout.num_replicas=0", f"model.dtype={dtype}") == []
 
 
 def test_what_attention_takes_on_cpus_is_what_vllm_lists() -> None:

@@ -1,8 +1,8 @@
 """Check 4: logprobs and entropy of a vocabulary of 152k against float32 log_softmax by slices of tokens; their time and
 memory.
 
-Shapes as in rolecall/training/model/logprobs.py: M scored tokens, K targets of each, H hidden size, V vocabulary; m
-tokens of a slice.
+Shapes as in rolecall/training/model/logits/logprobs.py: M scored tokens, K targets of each, H hidden size, V
+vocabulary; m tokens of a slice.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from rolecall.training.model.logprobs import KERNEL_BLOCK_ELEMENTS, logprobs_and_entropy
+from rolecall.training.model.logits.logprobs import KERNEL_BLOCK_ELEMENTS, logprobs_and_entropy
 from rolecall.training.ranks.device import free_cached_memory, take_peak_bytes, wait_for
 from tools.gpu_acceptance.findings import Findings
 from tools.gpu_acceptance.stage import Stage, relative

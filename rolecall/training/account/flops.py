@@ -39,6 +39,8 @@ _WOULD_MIX = (
 )
 TRACED_TOKENS = 8
 """Length of the trace; what is counted is divided by it."""
+TRACED_CHUNK = 64
+"""The same of a model with recurrent layers, which compute in chunks of so many tokens."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def count_flops(model: PackedModel, trace: TracedAttention | None = None) -> Mod
     with _static_experts(model.hf):
         forward, backward = _traced(model, trace)
     name, num_layers = type(model.hf).__name__, max(len(layers(model)), 1)
-    if len(trace.layers) < num_layers:
+    if len(trace.layers) + trace.num_recurrent < num_layers:
         raise ConfigError(
             f"{name} has {num_layers} layers, of which {len(trace.layers)} attend by transformers' attention "
             f"interface; the others {_WOULD_MIX}"
@@ -147,7 +149,8 @@ def _static_experts(hf: PreTrainedModel) -> Iterator[None]:
 
 def _traced(model: PackedModel, trace: TracedAttention) -> tuple[float, float]:
     """FLOPs per token of the backbone, forward and backward, without attention's scores."""
-    ids_N = torch.zeros(TRACED_TOKENS, dtype=torch.int64, device="meta")
+    num_tokens = TRACED_CHUNK if model.is_recurrent else TRACED_TOKENS
+    ids_N = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
     name = type(model.hf).__name__
     try:
         with FlopCounterMode(display=False) as counter:
@@ -162,10 +165,10 @@ def _traced(model: PackedModel, trace: TracedAttention) -> tuple[float, float]:
             f"{name} cannot be followed without data, so its work cannot be counted or balanced ({error}); use "
             "another architecture"
         ) from error
-    if torch.ops.aten.convolution in counter.get_flop_counts()["Global"]:
+    if not model.is_recurrent and torch.ops.aten.convolution in counter.get_flop_counts()["Global"]:
         raise ConfigError(f"{name} has convolutions over tokens, which {_WOULD_MIX}")
     model.zero_grad(set_to_none=True)
-    return forward / TRACED_TOKENS, (counter.get_total_flops() - forward) / TRACED_TOKENS
+    return forward / num_tokens, (counter.get_total_flops() - forward) / num_tokens
 
 
 def _head(model: PackedModel) -> torch.nn.Parameter:

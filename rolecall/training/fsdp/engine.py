@@ -45,7 +45,7 @@ from rolecall.training.model.box import local_part, whole
 from rolecall.training.model.compiled import compile_layers, compiling
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.huggingface import ModelFiles
-from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.model.lora import adapters_off, add_adapters, base_digest, is_adapter, peft_name
 from rolecall.training.model.packed_model import PackedModel, PolicyModel, build_model, layers
 from rolecall.training.model.parameters import ParameterFiles
@@ -323,7 +323,14 @@ class FsdpEngine:
         # its runs are cut from the tokens of whole sequences
         prefixes = mb.prefixes if self.layout.sequence is None else None
         packed = plan_attention(
-            mb.lengths, mb.cu_seqlens, self.dtype, self.layout.sequence, prefixes, self.flops.head_size, plain=plain
+            mb.lengths,
+            mb.cu_seqlens,
+            self.dtype,
+            self.layout.sequence,
+            prefixes,
+            self.flops.head_size,
+            plain=plain,
+            recurrent=self._model.is_recurrent,
         )
         routes = None
         if self._mixture is not None and not base:

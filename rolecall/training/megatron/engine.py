@@ -40,7 +40,7 @@ from rolecall.training.megatron.optimizer import MOMENTS, Optimizer
 from rolecall.training.megatron.pipeline import Pipeline
 from rolecall.training.megatron.weights import Weights
 from rolecall.training.model.conversion import Conversion
-from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.model.packed_model import VALUE_HEAD, ValueModel, build_model
 from rolecall.training.model.parameters import ParameterFiles
 from rolecall.training.options import DTYPES, EngineOptions

@@ -13,7 +13,7 @@ from rolecall.columns import ROUTED_EXPERTS, TOPK_IDS
 from rolecall.data.mixture import Mixture, read_mixture
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.megatron.layout import MegatronLayout
-from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.outputs import ranked
 

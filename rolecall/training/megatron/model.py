@@ -37,7 +37,7 @@ from rolecall.training.megatron.latent import LatentAttention, LatentNorm
 from rolecall.training.megatron.norm import RmsNorm
 from rolecall.training.megatron.routers import Router, RoutersPass, apart, behind, follow_passes
 from rolecall.training.model.attention import PackedPlan, packed_attention
-from rolecall.training.model.logprobs import VocabShard, Wanted
+from rolecall.training.model.logits.logprobs import VocabShard, Wanted
 from rolecall.training.model.packed_model import Head, PackedModel, token_outputs, value_outputs
 from rolecall.training.packing.outputs import ranked
 

@@ -62,8 +62,9 @@ class PackedPlan:
     cu_seqlens: torch.Tensor
     max_length: int
     buckets: tuple[Bucket, ...]
-    """Empty when the flash path is used."""
+    """Empty where the flash path is used and no layer is recurrent."""
     num_tokens: int
+    flash: bool
     sequence: SequenceShare | None = None
     """The ranks that share the tokens; None: this rank computes all of them."""
     prefixes: SharedPrefixes | None = None
@@ -91,6 +92,8 @@ class TracedAttention:
 
     def __init__(self) -> None:
         self.layers: list[TracedLayer] = []
+        self.num_recurrent = 0
+        """Layers that hand a state from token to token (recurrent.py)."""
         self.routes = Routes()
         self.sequence: SequenceShare | None = None
 
@@ -114,14 +117,19 @@ def plan_attention(
     head_size: int = 0,
     *,
     plain: bool = False,
+    recurrent: bool = False,
 ) -> PackedPlan:
     """The plan for sequences of these lengths (at least one) on cu_seqlens' device, computing in `dtype`, heads at most
-    `head_size` wide.
+    `head_size` wide; `recurrent`: of a model with layers that take buckets.
 
     `plain` is for short sequences only: it makes the whole matrix of scores.
     """
-    if attends_packed(cu_seqlens.device, dtype, head_size) and not plain:
-        return PackedPlan(cu_seqlens, max(lengths), (), sum(lengths), sequence, prefixes)
+    flash = attends_packed(cu_seqlens.device, dtype, head_size) and not plain
+    buckets = () if flash and not recurrent else _buckets(lengths, cu_seqlens.device)
+    return PackedPlan(cu_seqlens, max(lengths), buckets, sum(lengths), flash, sequence, prefixes, plain)
+
+
+def _buckets(lengths: Sequence[int], device: torch.device) -> tuple[Bucket, ...]:
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
@@ -129,12 +137,11 @@ def plan_attention(
     buckets, members, tokens = [], [by_length[0]], lengths[by_length[0]]
     for i in by_length[1:]:
         if lengths[members[0]] * (len(members) + 1) > PADDING_RATIO * (tokens + lengths[i]):
-            buckets.append(_bucket(members, lengths, starts, cu_seqlens.device))
+            buckets.append(_bucket(members, lengths, starts, device))
             members, tokens = [], 0
         members.append(i)
         tokens += lengths[i]
-    buckets.append(_bucket(members, lengths, starts, cu_seqlens.device))
-    return PackedPlan(cu_seqlens, max(lengths), tuple(buckets), sum(lengths), sequence, prefixes, plain)
+    return (*buckets, _bucket(members, lengths, starts, device))
 
 
 def _bucket(members: Sequence[int], lengths: Sequence[int], starts: Sequence[int], device: torch.device) -> Bucket:
@@ -183,7 +190,7 @@ def packed_attention(
         query_NHD, key_NKD, value_NKE = packed.sequence.to_heads(query_NHD, key_NKD, value_NKE, packed.num_tokens)
     if packed.prefixes is not None:
         query_NHD, key_NKD, value_NKE = (packed.prefixes.spread(x) for x in (query_NHD, key_NKD, value_NKE))
-    attend = _in_buckets if packed.buckets else _flash
+    attend = _flash if packed.flash else _padded_attention
     out_NHE = attend(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window)
     if packed.prefixes is not None:
         out_NHE = out_NHE.index_select(0, packed.prefixes.first_C)
@@ -192,7 +199,22 @@ def packed_attention(
     return out_NHE[None], None
 
 
-def _in_buckets(
+def in_buckets(
+    packed: PackedPlan, inputs: Sequence[torch.Tensor], compute: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """[N, ...]: what `compute` makes, [b, L, ...], of each bucket's part, [b, L, ...], of every input, [N, ...]."""
+    outputs, order = [], []
+    for bucket in packed.buckets:
+        # index_select, not indexing: its backward (index_add) is several times faster on CPUs.
+        gather, shape = bucket.gather_bL.flatten(), bucket.gather_bL.shape
+        out = compute(*(x.index_select(0, gather).view(*shape, *x.shape[1:]) for x in inputs)).flatten(0, 1)
+        outputs.append(out if bucket.kept is None else out.index_select(0, bucket.kept))
+        order.append(bucket.scatter)
+    together = torch.cat(outputs)
+    return torch.empty_like(together).index_copy(0, torch.cat(order), together)
+
+
+def _padded_attention(
     query_NHD: torch.Tensor,
     key_NKD: torch.Tensor,
     value_NKE: torch.Tensor,
@@ -202,14 +224,9 @@ def _in_buckets(
 ) -> torch.Tensor:
     if packed.plain or not groups_heads(query_NHD.device):
         key_NKD, value_NKE = _repeated(key_NKD, query_NHD.shape[1]), _repeated(value_NKE, query_NHD.shape[1])
-    outputs, order = [], []
-    for bucket in packed.buckets:
-        # index_select, not indexing: its backward (index_add) is several times faster on CPUs.
-        gather, shape = bucket.gather_bL.flatten(), bucket.gather_bL.shape
-        q, k, v = (
-            x.index_select(0, gather).view(*shape, *x.shape[1:]).transpose(1, 2)
-            for x in (query_NHD, key_NKD, value_NKE)
-        )
+
+    def attend(q_bLHD: torch.Tensor, k_bLKD: torch.Tensor, v_bLKE: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_bLHD, k_bLKD, v_bLKE))
         length = q.shape[2]
         window = (
             None
@@ -222,11 +239,9 @@ def _in_buckets(
             out = scaled_dot_product_attention(
                 q, k, v, attn_mask=window, is_causal=window is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
             )
-        flat = out.transpose(1, 2).flatten(0, 1)
-        outputs.append(flat if bucket.kept is None else flat.index_select(0, bucket.kept))
-        order.append(bucket.scatter)
-    together = torch.cat(outputs)
-    return torch.empty_like(together).index_copy(0, torch.cat(order), together)
+        return out.transpose(1, 2)
+
+    return in_buckets(packed, (query_NHD, key_NKD, value_NKE), attend)
 
 
 def _plain(

@@ -25,7 +25,8 @@ from transformers import (
 from rolecall.data.model_files import check_trainable
 from rolecall.errors import ConfigError
 from rolecall.training.model.attention import NAME, PackedPlan, TracedAttention
-from rolecall.training.model.logprobs import VocabShard, Wanted, distribution, logprobs_and_entropy
+from rolecall.training.model.logits.logprobs import VocabShard, Wanted, distribution, logprobs_and_entropy
+from rolecall.training.model.recurrent import keep_apart
 from rolecall.training.model.supported import check_head, check_stateless, without_dropout
 from rolecall.training.model.tensor_parallel import local_vocabulary
 
@@ -48,6 +49,8 @@ class PackedModel(nn.Module):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+        self.is_recurrent = keep_apart(hf)
+        """Whether layers hand a state from token to token, and so need a plan for it."""
         self.replaced_head = ""
         """Name in a model directory of the output layer that a value head took the place of; empty: none."""
 

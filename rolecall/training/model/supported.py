@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rolecall.errors import ConfigError
+from rolecall.training.model.recurrent import recurrent_layers
 
 _PLAIN = frozenset(
     {
@@ -69,11 +70,11 @@ def check_head(hf: PreTrainedModel) -> None:
 
 
 def check_stateless(hf: PreTrainedModel) -> None:
-    """Raises ConfigError when `hf` hands a state from token to token beside attention."""
-    if hf._is_stateful:
+    """Raises ConfigError when `hf` hands a state from token to token in layers that are not known to do so."""
+    if hf._is_stateful and not recurrent_layers(hf):
         raise ConfigError(
             f"{type(hf).__name__} keeps a state from token to token, which packed sequences would hand on to each "
-            "other; use a model with attention in every layer"
+            "other; use a model with attention, or with gated delta rules, in every layer"
         )
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from rolecall.errors import ConfigError
-from rolecall.training.model.logprobs import VocabShard
+from rolecall.training.model.logits.logprobs import VocabShard
 
 PARTIAL_GRADIENTS = "replicated_with_grad_allreduce"
 """Style of modules that every rank has whole and uses on its own heads."""

@@ -16,7 +16,7 @@ from rolecall.checkpoint.storage import Storage, open_storage
 from rolecall.errors import InvalidInputError, OutOfMemoryError, OutOfOrderError, RoleCallError
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Microbatch, StatePart, TokenOutputs, ValueOutputs
-from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.device import require_room
 from rolecall.training.serving.applied import FILE, Applied

@@ -16,7 +16,7 @@ import torch
 from rolecall.algorithms.aggregation import Counts
 from rolecall.errors import InvalidInputError
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
-from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.packing.pack import Row, local_counts, pack
 from rolecall.training.packing.pieces import Piece, cut, join
 from rolecall.training.packing.plan import RankPlan

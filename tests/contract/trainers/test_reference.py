@@ -8,7 +8,7 @@ import pytest
 
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import RunSettings
-from rolecall.training.model.logprobs import Wanted
+from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.v1.reference_pb2 import GetReferenceInfoRequest
 from rolecall.v1.training_pb2 import ComputeColumnRequest
 from services.reference.ranks import columns_by_prefix

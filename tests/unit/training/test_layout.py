@@ -84,6 +84,14 @@ def test_heads_that_ranks_cannot_share_are_refused_by_both_names(
     assert all(field in error.value.message for field in fields), error.value.message
 
 
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"sequence": 2}])
+def test_recurrent_layers_are_not_shared(tmp_path: Path, parallel: dict[str, int]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 8, "linear_num_value_heads": 4}))
+    check_parallel(tmp_path, ParallelSection())
+    with pytest.raises(ConfigError, match=r"recurrent layers, which ranks do not share: set parallel\.tensor"):
+        check_parallel(tmp_path, ParallelSection(**parallel))
+
+
 def test_a_vocabulary_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 8, "vocab_size": 97}))
     with pytest.raises(ConfigError, match=r"parallel\.tensor 2 does not divide the model's vocab_size 97"):

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroupGloo
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rolecall.training.model.logprobs import VocabShard, Wanted, distribution, logprobs_and_entropy
+from rolecall.training.model.logits.logprobs import VocabShard, Wanted, distribution, logprobs_and_entropy
 
 
 def inputs(dtype: torch.dtype, num_tokens: int = 7, hidden: int = 5, vocab: int = 11) -> tuple[torch.Tensor, ...]:

@@ -281,7 +281,9 @@ class _KernelSoftmax(_Softmax):
 
     def add(self, logits_MB: torch.Tensor, block: _Block, *, entropy: bool) -> None:
         """_Softmax.add."""
-        from rolecall.training.model.softmax_kernels import add_block  # Triton comes with builds of torch for GPUs
+        from rolecall.training.model.logits.softmax_kernels import (
+            add_block,  # Triton comes with builds of torch for GPUs
+        )
 
         sums = self.max_M1, self.sum_M1, self.weighted_M1, self.target_MK
         add_block(logits_MB, block.targets_MK, block.first_id, self._temperature_M1, *sums, entropy=entropy)
@@ -435,7 +437,7 @@ def _gradient(logits_MB: torch.Tensor, block: _Block, above: _Above, dtype: torc
 
 def _kernel_gradient(logits_MB: torch.Tensor, block: _Block, above: _Above, dtype: torch.dtype) -> torch.Tensor:
     """_gradient by a kernel."""
-    from rolecall.training.model.softmax_kernels import gradient
+    from rolecall.training.model.logits.softmax_kernels import gradient
 
     return gradient(
         logits_MB,

@@ -1,0 +1,1 @@
+"""What is asked of distributions over the vocabulary, of hidden states and an output layer, without keeping logits."""
