@@ -17,10 +17,14 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests.tiny_tokenizer import EOS_TOKEN_ID, write_tokenizer
@@ -86,6 +90,57 @@ def write_qwen3_moe(
         max_position_embeddings=256,
     )
     _drawn(Qwen3MoeForCausalLM, config, seed).save_pretrained(path)
+    return path
+
+
+def write_qwen3_5(path: Path, *, vocab: int = 150, seed: int = 0) -> Path:
+    """A random Qwen3.5 of four layers, three of them recurrent. No tokenizer. Returns `path`."""
+    config = Qwen3_5TextConfig(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        eos_token_id=EOS_TOKEN_ID,
+    )
+    _drawn(Qwen3_5ForCausalLM, config, seed).save_pretrained(path)
+    return path
+
+
+def write_qwen3_next(path: Path, *, vocab: int = 288, seed: int = 0) -> Path:
+    """A random Qwen3-Next of four layers, three of them recurrent, of four experts, two active, whose heads are of the
+    smallest size that vLLM computes on CPUs; its tokenizer beside it. Returns `path`.
+    """
+    config = Qwen3NextConfig(
+        vocab_size=vocab,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        max_position_embeddings=512,
+        eos_token_id=EOS_TOKEN_ID,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    _drawn(Qwen3NextForCausalLM, config, seed).save_pretrained(path)
+    write_tokenizer(path)
     return path
 
 

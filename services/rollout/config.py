@@ -19,8 +19,10 @@ from rolecall.data.model_files import (
     check_cpu_recurrence,
     check_stages,
     eos_token_ids,
+    has_recurrent_layers,
     max_model_tokens,
     read_model,
+    text_config,
 )
 from rolecall.data.shift_plan import check_cpu_sleep, gpu_memory_bytes, plan_shifts
 from rolecall.data.vllm_files import check_engine_arguments
@@ -76,6 +78,8 @@ class RolloutConfig:
     """
     lora: LoraSection | None
     """The adapters that the actor publishes; None: it publishes whole models."""
+    is_recurrent: bool
+    """Whether layers of the model hand a state from token to token."""
     mixture: Mixture | None
     """The experts of the model, where each sample says which its tokens were sent to (actor.router_replay r3)."""
 
@@ -118,6 +122,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         engine=section.engine,
         in_one_process=section.workers_per_replica == 1,
         lora=settings.actor.lora,
+        is_recurrent=has_recurrent_layers(text_config(path)),
         mixture=read_mixture(path) if settings.actor.router_replay == "r3" else None,
     )
 

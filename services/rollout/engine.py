@@ -325,7 +325,8 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         scheduling_policy="priority",
         scheduler_cls="services.rollout.scheduler.scheduler",
         logprobs_mode="processed_logprobs",
-        enable_prefix_caching=True,
+        # With states vLLM keeps its cache another way, which needs prompts that are cut.
+        enable_prefix_caching=not config.is_recurrent,
         # Of a prompt cut in two vLLM draws a token too early and takes it back from the request's seeded generator,
         # which CPU generators cannot do.
         enable_chunked_prefill=None if config.devices else False,

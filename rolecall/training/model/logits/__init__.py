@@ -1,1 +1,3 @@
-"""What is asked of distributions over the vocabulary, of hidden states and an output layer, without keeping logits."""
+"""Log probabilities and entropy of distributions over the vocabulary, of hidden states and an output layer, without
+keeping logits.
+"""
