@@ -33,8 +33,10 @@ from rolecall.data.model_files import (
     check_tokenizer,
     check_trainable,
     eos_token_ids,
+    has_recurrent_layers,
     max_model_tokens,
     read_model,
+    text_config,
     vocab_size,
 )
 from rolecall.data.shift_plan import check_cpu_sleep
@@ -204,6 +206,11 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     also = settings.sampling.stop_token_ids
     check_trainable(path)
     _check_layout(settings, settings.actor, path, "model.path")
+    if has_recurrent_layers(text_config(path)):
+        yield (
+            "recurrent layers: each sequence goes through them by itself, a prompt once for each response, and the "
+            "sampler keeps no prefixes; on GPUs transformers takes flash-linear-attention where it is installed"
+        )
     if settings.actor.lora is not None and settings.actor.lora.start is not None:
         yield _adapters(settings, settings.actor.lora)
     if settings.actor.moe is not None:

@@ -235,7 +235,9 @@ def test_recurrent_layers_that_vllm_refuses_on_cpus_are_named_before_its_first_p
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else find_spec(name))
     edit("config.json", **(RECURRENT | sizes))(config.parent / "model")
-    found = problems(config, "rollout.num_replicas=1", f"model.dtype={dtype}")
+    said = io.StringIO()
+    found = find_problems(load_settings(config, ["rollout.num_replicas=1", f"model.dtype={dtype}"]), said)
+    assert "recurrent layers: each sequence goes through them by itself" in said.getvalue()
     assert found == [] if told is None else any(told in problem for problem in found), found
     assert problems(config, "rollout.num_replicas=0", f"model.dtype={dtype}") == []
 
