@@ -117,3 +117,22 @@ def test_a_recurrent_layer_without_a_plan_or_with_a_mask_is_refused(tmp_path: Pa
     for given in ({}, {"packed": plan_attention([3], torch.tensor([0, 3]), torch.float32), "attention_mask": x_1LH}):
         with pytest.raises(ConfigError, match="is not told how sequences are packed, or is given a mask"):
             layer(x_1LH, **given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared beginnings"])
+def test_flash_attention_beside_recurrent_layers_agrees_with_float32(tmp_path: Path, shared: bool) -> None:
+    model = built(tmp_path, "qwen3_5_text")[0].cuda()
+    each = [ids.cuda() for ids in sequences()]
+    lengths = [len(ids) for ids in each]
+    cuda = torch.device("cuda")
+    prefixes = find_prefixes([ids.cpu().numpy() for ids in each], cuda) if shared else None
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=cuda)
+    positions = torch.cat([torch.arange(n, device=cuda) for n in lengths])
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        plan = plan_attention(lengths, cu_seqlens, dtype, None, prefixes, recurrent=True)
+        assert plan.flash == (dtype == torch.bfloat16)
+        with torch.no_grad():
+            found.append(model.to(dtype).hidden_NH(torch.cat(each), positions, plan).float())
+    assert distance(found[1], found[0]) < 0.05
