@@ -65,6 +65,7 @@ class PackedPlan:
     """Empty where the flash path is used and no layer is recurrent."""
     num_tokens: int
     flash: bool
+    """Whether attention takes the flash path; else the buckets."""
     sequence: SequenceShare | None = None
     """The ranks that share the tokens; None: this rank computes all of them."""
     prefixes: SharedPrefixes | None = None
