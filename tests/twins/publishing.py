@@ -44,7 +44,7 @@ from tests.twins.rollout import BriefQueue, NumberTokenizer, RolloutTwin
 
 PROMPT = (5, 6, 7)
 PROBE = weights_pb2.Probe(token_ids=encode_tensor(np.arange(3, 19, dtype=np.int32)), num_decoded=4)
-LEASE_S, HEARTBEAT_S, HANG_S, BUCKET_S = 1.2, 0.24, 2.0, 0.8
+LEASE_S, HEARTBEAT_S, HANG_S, BUCKET_S = 1.2, 0.24, 4.0, 0.8
 ROW_EXPIRY_S = 3600
 """As in production: no example outlives the rows of a rollout that died between its commit and lifting their expiry."""
 
