@@ -249,7 +249,7 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     if settings.rollout.num_replicas and not settings.rollout.devices:
         check_cpu_sleep(settings)
         check_cpu_attention(path, settings.rollout.engine.get("block_size"))
-        check_cpu_recurrence(path, settings.model.dtype)
+        check_cpu_recurrence(path, settings.model.dtype, settings.rollout.engine.get("enable_prefix_caching"))
         check_cpu_routing(settings.actor)
         if settings.actor.lora is not None:
             check_cpu_adapters(path)

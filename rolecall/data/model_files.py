@@ -30,6 +30,10 @@ CPU_DELTA_RULE_DIMS = (64, 128)
 """Head dimensions, the same of keys and values, that vLLM's gated delta rule takes on CPUs, in bfloat16 alone."""
 _IMPORT_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
 """Values of model_type whose code in vLLM imports torchvision, for images that a text model never sees."""
+_RECURRENT = ("qwen3_next", *_IMPORT_TORCHVISION)
+"""Values of model_type of models with recurrent layers, of 128 numbers a head where their configuration is silent."""
+_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
+"""Values of model_type whose language model can be saved, and trained, alone."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which architectures keep the number of experts of a layer."""
 _ALL_FULL_ATTENTION = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -163,17 +167,24 @@ def check_cpu_attention(path: Path, block_size: JsonValue) -> None:
         )
 
 
-def check_cpu_recurrence(path: Path, dtype: str) -> None:
-    """ConfigError when the model at `path` has recurrent layers that vLLM cannot run on CPUs in `dtype`."""
+def check_cpu_recurrence(path: Path, dtype: str, caches_prefixes: JsonValue) -> None:
+    """ConfigError when the model at `path` has recurrent layers that vLLM cannot run on CPUs in `dtype`, or not with
+    rollout.engine's enable_prefix_caching.
+    """
     text = _text(_json(path / "config.json"))
     if not has_recurrent_layers(text):
         return
-    dims = {text.get("linear_key_head_dim"), text.get("linear_value_head_dim")}
+    dims = {text.get(f"linear_{name}_head_dim", 128) for name in ("key", "value")}
     if dtype != "bfloat16" or len(dims) > 1 or not dims <= set(CPU_DELTA_RULE_DIMS):
         raise ConfigError(
             f"model.path {path} has recurrent layers, which vLLM computes on CPUs in bfloat16 alone, keys and values "
             f"of one head dimension, {' or '.join(map(str, CPU_DELTA_RULE_DIMS))}; set model.dtype to bfloat16, use "
             "another model, or give rollout.devices"
+        )
+    if caches_prefixes:
+        raise ConfigError(
+            "rollout.engine.enable_prefix_caching: with recurrent layers it needs prompts that are cut, which CPUs do "
+            "not have; remove it"
         )
     if text.get("model_type") in _IMPORT_TORCHVISION and importlib.util.find_spec("torchvision") is None:
         raise ConfigError(
@@ -227,12 +238,11 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
         )
     if config.get("is_encoder_decoder"):
         raise ConfigError(f"{where} is an encoder-decoder model; use a causal language model")
-    named = [str(name) for name in config.get("architectures") or []]
-    if text != config and any(name.endswith("ForConditionalGeneration") for name in named):
+    if kind in _WITH_IMAGES:
         raise ConfigError(
-            f"{where} holds {', '.join(named)}, a model of text and images; train its language model alone, which "
-            "transformers saves: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...), with the tokenizer "
-            "beside it"
+            f"{where} is a model of text and images; train its language model alone, which transformers saves: "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., save_original_format=False), with the "
+            "tokenizer beside it"
         )
     quantization = config.get("quantization_config")
     if quantization is not None:
@@ -318,7 +328,7 @@ def num_experts(text: dict[str, Any]) -> int:
 
 def has_recurrent_layers(text: dict[str, Any]) -> bool:
     """Whether a model has layers with a state (gated delta rule), by its configuration."""
-    return text.get("linear_num_value_heads") is not None
+    return text.get("model_type") in _RECURRENT
 
 
 def text_config(path: Path, setting: str = "model.path") -> dict[str, Any]:

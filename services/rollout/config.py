@@ -96,7 +96,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
     if not devices:
         check_cpu_sleep(settings)
         check_cpu_attention(path, settings.rollout.engine.get("block_size"))
-        check_cpu_recurrence(path, settings.model.dtype)
+        check_cpu_recurrence(path, settings.model.dtype, settings.rollout.engine.get("enable_prefix_caching"))
         check_cpu_routing(settings.actor)
         if settings.actor.lora is not None:
             check_cpu_adapters(path)

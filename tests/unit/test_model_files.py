@@ -133,8 +133,8 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (write("tokenizer_config.json", b"[]"), ": transformers cannot load its tokenizer (TypeError: "),
     (edit("tokenizer.json", model={}), ": transformers cannot load its tokenizer ("),
     (
-        edit("config.json", text_config={"vocab_size": VOCAB_SIZE}, architectures=["QwenForConditionalGeneration"]),
-        " holds QwenForConditionalGeneration, a model of text and images; train its language model alone, which",
+        edit("config.json", model_type="qwen3_5"),
+        " is a model of text and images; train its language model alone, which transformers saves",
     ),
     (edit("config.json", is_encoder_decoder=True), " is an encoder-decoder model; use a causal language model"),
     (
@@ -215,7 +215,7 @@ def test_blocks_that_vllm_refuses_on_cpus_are_named_before_it_loads_the_model(co
     assert not any("block_size" in problem for problem in found), "latent attention takes its own instead"
 
 
-RECURRENT = {"linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+RECURRENT = {"model_type": "qwen3_next"}
 
 
 @pytest.mark.parametrize(
@@ -225,6 +225,7 @@ RECURRENT = {"linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_va
         ("bfloat16", {"linear_key_head_dim": 64, "linear_value_head_dim": 64}, None),
         ("float32", {}, "in bfloat16 alone, keys and values of one head dimension, 64 or 128; set model.dtype"),
         ("bfloat16", {"linear_key_head_dim": 64}, "keys and values of one head dimension, 64 or 128; set model.dtype"),
+        ("bfloat16", {"linear_key_head_dim": 128, "linear_value_head_dim": 128}, None),
         ("bfloat16", {"linear_key_head_dim": 96, "linear_value_head_dim": 96}, "one head dimension, 64 or 128"),
         ("bfloat16", {"model_type": "qwen3_5_text"}, "vLLM's code for qwen3_5_text imports torchvision, which is not"),
     ],
@@ -240,6 +241,14 @@ def test_recurrent_layers_that_vllm_refuses_on_cpus_are_named_before_its_first_p
     assert "recurrent layers: each sequence goes through them by itself" in said.getvalue()
     assert found == [] if told is None else any(told in problem for problem in found), found
     assert problems(config, "rollout.num_replicas=0", f"model.dtype={dtype}") == []
+
+
+def test_prefixes_of_recurrent_layers_are_not_kept_on_cpus(config: Path) -> None:
+    keeping = ("rollout.num_replicas=1", "model.dtype=bfloat16", "rollout.engine={enable_prefix_caching: true}")
+    assert problems(config, *keeping) == []
+    edit("config.json", **RECURRENT)(config.parent / "model")
+    (told,) = problems(config, *keeping)
+    assert told.startswith("rollout.engine.enable_prefix_caching: with recurrent layers it needs prompts that are cut")
 
 
 def test_what_attention_takes_on_cpus_is_what_vllm_lists() -> None:

@@ -9,6 +9,7 @@ The model runs once forward and once backward on the meta device under torch's F
 every matrix multiplication it makes is counted, whatever the architecture (experts, shared experts, latent attention):
 no table of names and no reading of configurations. Attention's scores are left out of that count and come from the
 shapes and sliding windows that each layer hands to packed attention: they alone are not linear in the length.
+Recurrent layers tell what their rule costs.
 
 What counts is what the mathematics needs: a multiplication and an addition are 2; a causal query meets the keys up to
 itself and not the whole square; the head runs on scored tokens; a backward pass has no product for a frozen weight;
@@ -39,8 +40,6 @@ _WOULD_MIX = (
 )
 TRACED_TOKENS = 8
 """Length of the trace; what is counted is divided by it."""
-TRACED_CHUNK = 64
-"""The same of a model with recurrent layers, which compute in chunks of so many tokens."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +109,14 @@ def count_flops(model: PackedModel, trace: TracedAttention | None = None) -> Mod
     with _static_experts(model.hf):
         forward, backward = _traced(model, trace)
     name, num_layers = type(model.hf).__name__, max(len(layers(model)), 1)
-    if len(trace.layers) + trace.num_recurrent < num_layers:
+    if len(trace.layers) + len(trace.recurrences) < num_layers:
         raise ConfigError(
             f"{name} has {num_layers} layers, of which {len(trace.layers)} attend by transformers' attention "
             f"interface; the others {_WOULD_MIX}"
         )
     head = 2.0 * _head(model).numel()
     trains = any(p.requires_grad for p in model.parameters())
+    recurrent = float(sum(trace.recurrences))
     pairs = Counter[int | None]()
     for layer in trace.layers:
         pairs[layer.sliding_window] += 2 * layer.num_heads * (layer.key_size + layer.value_size)
@@ -127,7 +127,9 @@ def count_flops(model: PackedModel, trace: TracedAttention | None = None) -> Mod
     head_update = head * (1 + trains + _head(model).requires_grad)
     head_size = max((size for layer in trace.layers for size in (layer.key_size, layer.value_size)), default=0)
     return ModelFlops(
-        CostModel(forward, attention[0], head), CostModel(forward + backward, attention[1], head_update), head_size
+        CostModel(forward + recurrent, attention[0], head),
+        CostModel(forward + backward + (3 if trains else 1) * recurrent, attention[1], head_update),
+        head_size,
     )
 
 
@@ -149,8 +151,7 @@ def _static_experts(hf: PreTrainedModel) -> Iterator[None]:
 
 def _traced(model: PackedModel, trace: TracedAttention) -> tuple[float, float]:
     """FLOPs per token of the backbone, forward and backward, without attention's scores."""
-    num_tokens = TRACED_CHUNK if model.is_recurrent else TRACED_TOKENS
-    ids_N = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
+    ids_N = torch.zeros(TRACED_TOKENS, dtype=torch.int64, device="meta")
     name = type(model.hf).__name__
     try:
         with FlopCounterMode(display=False) as counter:
@@ -165,10 +166,10 @@ def _traced(model: PackedModel, trace: TracedAttention) -> tuple[float, float]:
             f"{name} cannot be followed without data, so its work cannot be counted or balanced ({error}); use "
             "another architecture"
         ) from error
-    if not model.is_recurrent and torch.ops.aten.convolution in counter.get_flop_counts()["Global"]:
+    if torch.ops.aten.convolution in counter.get_flop_counts()["Global"]:
         raise ConfigError(f"{name} has convolutions over tokens, which {_WOULD_MIX}")
     model.zero_grad(set_to_none=True)
-    return forward / num_tokens, (counter.get_total_flops() - forward) / num_tokens
+    return forward / TRACED_TOKENS, (counter.get_total_flops() - forward) / TRACED_TOKENS
 
 
 def _head(model: PackedModel) -> torch.nn.Parameter:

@@ -93,8 +93,8 @@ class TracedAttention:
 
     def __init__(self) -> None:
         self.layers: list[TracedLayer] = []
-        self.num_recurrent = 0
-        """Layers that hand a state from token to token (recurrent.py)."""
+        self.recurrences: list[int] = []
+        """FLOPs of a token in each recurrent layer, beside its matrices (recurrent.py)."""
         self.routes = Routes()
         self.sequence: SequenceShare | None = None
 

@@ -21,9 +21,7 @@ from transformers import PreTrainedModel
 from rolecall.errors import ConfigError
 from rolecall.training.model.attention import PackedPlan, TracedAttention, in_buckets
 
-KNOWN = frozenset(
-    {"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"}
-)
+KNOWN = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
 """Names of their classes in transformers."""
 
 
@@ -62,11 +60,23 @@ def _by_sequence(kind: type[nn.Module]) -> type[nn.Module]:
                 f"{kind.__name__} is not told how sequences are packed, or is given a mask; use another model"
             )
         if isinstance(packed, TracedAttention):
-            packed.num_recurrent += 1
-            traced: torch.Tensor = kind.forward(self, hidden_states)
-            return traced
+            return _traced(self, hidden_states, packed)
         x_NH = hidden_states[0] if packed.prefixes is None else packed.prefixes.spread(hidden_states[0])
         out_NH = in_buckets(packed, (x_NH,), partial(kind.forward, self))
         return (out_NH if packed.prefixes is None else out_NH.index_select(0, packed.prefixes.first_C))[None]
 
     return type(f"Packed{kind.__name__}", (kind,), {"forward": forward})
+
+
+def _traced(layer: Any, hidden_states: torch.Tensor, trace: TracedAttention) -> torch.Tensor:
+    """Of the right shape, with gradients through the matrices of `layer`, whose rule is left out: its kernels cannot be
+    followed without data, and what it costs is known.
+
+    Each head of values has a state [key, value]. A token reads it by its key, adds to it and reads it by its query
+    (arXiv:2412.06464, equation 10): three products.
+    """
+    trace.recurrences.append(6 * layer.num_v_heads * layer.head_k_dim * layer.head_v_dim)
+    inputs = [module for name, module in layer.named_children() if name.startswith("in_proj")]
+    mixed = sum(module(hidden_states).sum(-1, keepdim=True) for module in inputs)
+    traced: torch.Tensor = layer.out_proj(mixed.expand(-1, -1, layer.num_v_heads * layer.head_v_dim))
+    return traced

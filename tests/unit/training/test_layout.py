@@ -86,7 +86,7 @@ def test_heads_that_ranks_cannot_share_are_refused_by_both_names(
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"sequence": 2}])
 def test_recurrent_layers_are_not_shared(tmp_path: Path, parallel: dict[str, int]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 8, "linear_num_value_heads": 4}))
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 8, "model_type": "qwen3_next"}))
     check_parallel(tmp_path, ParallelSection())
     with pytest.raises(ConfigError, match=r"recurrent layers, which ranks do not share: set parallel\.tensor"):
         check_parallel(tmp_path, ParallelSection(**parallel))

@@ -2,15 +2,19 @@
 alone.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from rolecall.data.model_files import tensor_names
 from rolecall.errors import ConfigError
+from rolecall.training.account.flops import count_flops
 from rolecall.training.model.attention import plan_attention
 from rolecall.training.model.packed_model import PackedModel, build_model, fill_buffers
 from rolecall.training.model.prefixes import find_prefixes
@@ -27,7 +31,7 @@ TINY = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
@@ -40,7 +44,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_next": EXPERTS | {"shared_expert_intermediate_size": 16},
     "qwen3_5_text": {"tie_word_embeddings": True},
     "qwen3_5_moe_text": EXPERTS | {"shared_expert_intermediate_size": 16},
-    "olmo_hybrid": {"linear_num_key_heads": 4},
 }
 PROMPT_TOKENS = 70
 """More than a chunk of 64 tokens, in which the layers compute."""
@@ -97,6 +100,41 @@ def test_every_sequence_of_a_pack_is_computed_as_if_it_were_alone(tmp_path: Path
     for name, parameter in model.hf.named_parameters():
         assert (parameter.grad is None) == (wanted[name] is None)
         assert parameter.grad is None or distance(parameter.grad, wanted[name]) < 1e-3, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flops_are_those_of_the_matrices_and_the_rule_whatever_computes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Kernels such as flash-linear-attention's cannot be called without data."""
+    AutoConfig.for_model(kind, **(TINY | KINDS[kind])).save_pretrained(tmp_path)
+    model = build_model(tmp_path, "policy", torch.float32)
+    code = sys.modules[type(model.hf).__module__]
+    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+        assert hasattr(code, name)
+        monkeypatch.setattr(code, name, None)
+    flops = count_flops(model)
+    assert flops.update.per_token == pytest.approx(3 * flops.forward.per_token)
+    if kind != "qwen3_5_text":  # of the others each token meets two experts of four
+        return
+    matrices = sum(part.weight.numel() for part in model.hf.base_model.modules() if isinstance(part, nn.Linear))
+    assert flops.forward.per_token == 2 * matrices + 3 * 4 * 6 * 8 * 12
+
+
+def test_a_language_model_that_is_saved_alone_as_the_message_says_is_read(tmp_path: Path) -> None:
+    text = TINY | KINDS["qwen3_5_text"]
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision, tie_word_embeddings=True)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "both")
+    with pytest.raises(ConfigError) as told:
+        build_model(tmp_path / "both", "policy", torch.float32)
+    assert "AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., save_original_format=False)" in str(
+        told.value
+    )
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "both")
+    alone.save_pretrained(tmp_path / "alone", save_original_format=False)
+    model = build_model(tmp_path / "alone", "policy", torch.float32)
+    assert tensor_names(tmp_path / "alone") == {name for name, _ in model.hf.named_parameters()}
 
 
 def test_every_known_layer_is_compared(tmp_path: Path) -> None:
