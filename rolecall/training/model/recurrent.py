@@ -69,8 +69,8 @@ def _by_sequence(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _traced(layer: Any, hidden_states: torch.Tensor, trace: TracedAttention) -> torch.Tensor:
-    """Of the right shape, with gradients through the matrices of `layer`, whose rule is left out: its kernels cannot be
-    followed without data, and what it costs is known.
+    """Goes through the matrices of `layer`, forward and backward, and to the right shape. Its rule is left out: kernels
+    cannot be followed without data, and what it costs is known.
 
     Each head of values has a state [key, value]. A token reads it by its key, adds to it and reads it by its query
     (arXiv:2412.06464, equation 10): three products.
