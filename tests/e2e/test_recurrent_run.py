@@ -47,4 +47,6 @@ def test_sampler_and_trainer_of_a_recurrent_model_agree_before_and_after_its_upd
     assert len(steps) == NUM_STEPS
     for row in steps:
         assert row["actor/grad_norm"] > 0
-        assert row["actor/mismatch_mean"] < 0.02  # bfloat16 of both; leaks are test_recurrent.py's to find
+        # over all tokens: where a rollout was replaced none may be of the actor's very version; bfloat16 of both, and
+        # leaks are test_recurrent.py's to find
+        assert abs(row["actor/mismatch_kl"]) < 1e-3

@@ -137,6 +137,12 @@ def test_a_language_model_that_is_saved_alone_as_the_message_says_is_read(tmp_pa
     assert tensor_names(tmp_path / "alone") == {name for name, _ in model.hf.named_parameters()}
 
 
+def test_a_model_whose_recurrent_layers_are_not_known_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("olmo_hybrid", **(TINY | {"linear_num_key_heads": 4})).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="OlmoHybridForCausalLM keeps a state from token to token"):
+        build_model(tmp_path, "policy", torch.float32)
+
+
 def test_every_known_layer_is_compared(tmp_path: Path) -> None:
     found = set()
     for kind in KINDS:
