@@ -1,9 +1,9 @@
 """The GPU acceptance does not rot: its runner tells every end that a check can have, and the checks themselves run dry,
 on CPUs and with tiny shapes.
 
-In this process, which has imported torch already. Left out: the whole run, a minute of processor time, whose pieces
-test_recipes_train.py and test_replay.py
-run; `python -m tools.gpu_acceptance --part 3 --out DIR --dry` runs it.
+In this process, which has imported torch already; vLLM's in one of its own. Left out: the whole runs, a minute of
+processor time each, whose pieces test_recipes_train.py, test_replay.py and test_quickstart.py run; parts 3 and 5 of
+`python -m tools.gpu_acceptance --part N --out DIR --dry` run them.
 """
 
 import importlib
@@ -22,7 +22,8 @@ from tools.gpu_acceptance.catalogue import CATALOGUE, PART_S, Check, part
 from tools.gpu_acceptance.findings import Findings, table
 from tools.gpu_acceptance.kernels import shares_of
 
-LEFT_OUT = {14}
+LEFT_OUT = {14, 24}
+BY_VLLM = 23
 LONG = {2, 12, 13, 18}
 DRY = [
     pytest.param(
@@ -31,7 +32,7 @@ DRY = [
         id=f"{check.number}-{check.target.partition(':')[2]}",
     )
     for check in CATALOGUE
-    if check.number not in LEFT_OUT
+    if check.number not in {*LEFT_OUT, BY_VLLM}
 ]
 LIMIT_S = 60.0
 """Of the runner's test: five processes that do nothing and one that hangs until all others have had their time."""
@@ -64,6 +65,15 @@ def test_a_check_passes_on_cpus(check: Check, tmp_path: Path) -> None:
     assert json.loads(found.path.read_text())["figures"] == found.figures
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.thorough("test_a_check_passes_on_cpus")
+def test_the_check_of_vllm_passes_on_cpus(tmp_path: Path) -> None:
+    assert main(["--part", "5", "--out", str(tmp_path), "--dry", "--only", str(BY_VLLM)]) == 0
+    (line,) = json.loads((tmp_path / "part-5.json").read_text())["checks"]
+    assert line["verdict"] == "passed"
+    assert "tokens compared with the trainer" in line["figures"]
+
+
 def test_shares_of_a_device_are_of_its_own_time_alone() -> None:
     def event(key: str, host_us: float, device_us: float) -> SimpleNamespace:
         totals = {"self_cpu_time_total": host_us, "cpu_time_total": host_us}
@@ -81,8 +91,8 @@ def test_shares_of_a_device_are_of_its_own_time_alone() -> None:
 
 
 def test_every_check_has_its_place_and_a_part_fits_into_its_time() -> None:
-    assert [check.number for check in CATALOGUE] == list(range(1, 23))
-    assert all(sum(check.budget_s for check in part(number)) <= PART_S for number in (1, 2, 3, 4))
+    assert [check.number for check in CATALOGUE] == list(range(1, 25))
+    assert all(sum(check.budget_s for check in part(number)) <= PART_S for number in (1, 2, 3, 4, 5))
 
 
 @pytest.mark.thorough("test_a_check_passes_on_cpus")

@@ -1,4 +1,4 @@
-"""The 22 checks: where each is found, to which part it belongs and how long it may take. Imports nothing heavy."""
+"""The 24 checks: where each is found, to which part it belongs and how long it may take. Imports nothing heavy."""
 
 from dataclasses import dataclass
 
@@ -44,6 +44,8 @@ CATALOGUE = (
     Check(20, 4, "0.6B as it is trained: tokens/s and MFU", f"{_CHECKS}.trained:check_trained", 150),
     Check(21, 4, "a publish of 0.6B and 8B on the actor's side", f"{_CHECKS}.published:check_publish", 120),
     Check(22, 4, "weights to a second process without NCCL; deltas", f"{_CHECKS}.published:check_host_ways", 150),
+    Check(23, 5, "vLLM beside the trainer", f"{_CHECKS}.rollout:check_engine", 270),
+    Check(24, 5, "whole run with vLLM on one GPU", f"{_CHECKS}.rollout:check_run", 250),
 )
 
 

@@ -33,7 +33,7 @@ class Root:
         os.environ.update(as_host("root"))  # before the first communicator of this process
         self._publisher = Publisher(stage.device)
         self._backend = backend or own_backend(stage.device)
-        self.epoch = self._version = 0
+        self.epoch = self.version = 0
 
     def open(self, world_size: int) -> str:
         """A new epoch's address."""
@@ -47,9 +47,9 @@ class Root:
         timeout_s: float = BUCKET_TIMEOUT_S,
     ) -> Transferred:
         """Publishes to all ranks of the open epoch."""
-        self._version += 1
+        self.version += 1
         return self._publisher.publish(
-            weights, manifest, epoch=self.epoch, policy_version=self._version, bucket_timeout_s=timeout_s
+            weights, manifest, epoch=self.epoch, policy_version=self.version, bucket_timeout_s=timeout_s
         )
 
     def abort(self, reason: str) -> None:

@@ -20,10 +20,12 @@ from rolecall.training.ranks.device import free_cached_memory
 from rolecall.v1 import actor_pb2, rollout_pb2, weights_pb2
 from rolecall.wire import Array, encode_tensor
 from services.controller.publish.probe import MAX_PROBE_TOKENS, difference
+from services.rollout.sampling import Probed
 from tools.gpu_acceptance.findings import Findings
 from tools.gpu_acceptance.stage import STD, Stage, local_parameters, make_engine, write_zeros
 
 _TEXT = Path(__file__).parents[2] / "ARCHITECTURE.md"
+_NOTHING = np.zeros(0, np.float32)
 
 
 @torch.no_grad()
@@ -46,7 +48,7 @@ def check_probe(found: Findings, folder: Path) -> None:
         scale = wanted / spread
         others = _by_transformers(stage, engine, texts)
         for name, ids in texts.items():
-            ours, again = (_by_engine(engine, ids, stage, plain=plain) for plain in (False, True))
+            ours, again = (by_engine(engine, ids, stage, plain=plain) for plain in (False, True))
             pairs = {
                 "engine-itself": (ours, again),
                 "engine-sdpa": (ours, others["sdpa", name]),
@@ -65,17 +67,21 @@ def check_probe(found: Findings, folder: Path) -> None:
                 all(np.isfinite(gap).all() for gap in gaps.values()),
             )
             for way in ("sdpa", "eager"):
-                verdict = _verdict(ids, ours, again, others[way, name])
-                found.require(f"{name} at {wanted:g}, {way}: {verdict}", verdict is None)
+                wrong = verdict(ids, ours, again, Probed(others[way, name], _NOTHING, _NOTHING), exact=False)
+                found.require(f"{name} at {wanted:g}, {way}: {wrong}", wrong is None)
 
 
-def _verdict(ids: Array, ours: Array, again: Array, theirs: Array) -> str | None:
-    """The controller's: a receiver says `theirs`, the actor `ours` and, with other kernels, `again`."""
+def verdict(ids: Array, ours: Array, again: Array, theirs: Probed, *, exact: bool) -> str | None:
+    """The controller's: a rollout says `theirs`, the actor `ours` and, with other kernels, `again`."""
     sent = weights_pb2.Probe(token_ids=encode_tensor(ids), logprobs=encode_tensor(ours), again=encode_tensor(again))
-    nothing = encode_tensor(np.zeros(0, np.float32))
-    received = weights_pb2.Probe(logprobs=encode_tensor(theirs), decoded_logprobs=nothing, prefilled_logprobs=nothing)
+    received = weights_pb2.Probe(
+        logprobs=encode_tensor(theirs.logprobs),
+        num_decoded=len(theirs.decoded_logprobs),
+        decoded_logprobs=encode_tensor(theirs.decoded_logprobs),
+        prefilled_logprobs=encode_tensor(theirs.prefilled_logprobs),
+    )
     answers = actor_pb2.PublishWeightsResponse(probe=sent), rollout_pb2.ReceiveWeightsResponse(probe=received)
-    return difference(*answers, exact=False, tolerance=None)
+    return difference(*answers, exact=exact, tolerance=None)
 
 
 def _ids_of_text(vocab: int, num_tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -85,7 +91,7 @@ def _ids_of_text(vocab: int, num_tokens: int) -> np.ndarray[tuple[int], np.dtype
     return np.asarray([ranks[word] % vocab for word in words[100 : 100 + num_tokens]], np.int32)
 
 
-def _by_engine(engine: FsdpEngine, ids: Array, stage: Stage, *, plain: bool) -> Array:
+def by_engine(engine: FsdpEngine, ids: Array, stage: Stage, *, plain: bool) -> Array:
     """float32 [T], 0 for the first token, as the actor's probe."""
     row = {"token_ids": ids, "response_mask": np.ones(ids.shape, np.uint8)}
     (outputs,) = engine.forward([pack([row], (), temperature=1.0, device=stage.device)], plain=plain)
