@@ -3,7 +3,7 @@ with kernels of one kind of GPU alone, what it needs, and the wheels of `make gp
 
     .venv/bin/python -m tools.gpu_vllm --have FREEZE          # what `pip list --format=freeze` says there
 
-    tar xJf vllm.tar.xz -C SITE && export PYTHONPATH=SITE:. VLLM_USE_FLASHINFER_SAMPLER=0          # there, in this tree
+    tar xJf vllm.tar.xz -C SITE && export PYTHONPATH=SITE:.          # there, in this tree
 
 vLLM's operators are built against torch's stable interface: they load in releases of torch that vLLM does not name.
 """

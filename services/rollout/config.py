@@ -151,7 +151,13 @@ def start_environment(config: RolloutConfig) -> dict[str, str]:
     }
     if config.devices:
         invariant = {"VLLM_BATCH_INVARIANT": "1"} if config.batch_invariant else {}
-        return {**common, **invariant, "CUDA_VISIBLE_DEVICES": ",".join(map(str, config.devices))}
+        return {
+            **common,
+            **invariant,
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, config.devices)),
+            # It draws neither for a seed nor greedily, as all requests here are: it would be imported for nothing.
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        }
     # vLLM's "auto" knows nothing of a second engine on the machine and would give both the same cores.
     lists = [",".join(map(str, cores)) for cores in config.cores]
     on_cpus = {

@@ -70,6 +70,11 @@ def test_a_deterministic_run_sees_no_batch(tmp_path: Path) -> None:
     assert "VLLM_BATCH_INVARIANT" not in start_environment(config), "vLLM has no such kernels there"
 
 
+def test_on_gpus_no_sampler_is_made_ready_that_draws_for_no_seed(tmp_path: Path) -> None:
+    on_gpu = start_environment(configure(settings(tmp_path, devices=[[3]]), "rollout-0", range(4)))
+    assert (on_gpu["VLLM_USE_FLASHINFER_SAMPLER"], on_gpu["CUDA_VISIBLE_DEVICES"]) == ("0", "3")
+
+
 def test_ranks_of_a_replica_split_its_cores(tmp_path: Path) -> None:
     run = settings(tmp_path, num_replicas=2, tensor_parallel_size=2)
     config = configure(run, "rollout-1", range(8))

@@ -74,6 +74,7 @@ def _config(stage: Stage, model: Path) -> RolloutConfig:
         f"sampling.max_tokens={length}",
         f"rollout.max_num_seqs={stage.pick(256, 4)}",
         f"rollout.kv_cache_bytes={stage.pick(KV_CACHE_BYTES, 2**26)}",
+        "rollout.pause_mode=keep_cache",
         *stage.pick(("actor.devices=[0]", "rollout.devices=[[0]]"), ()),
     ]
     config = configure(load_settings(HERE / "task.yaml", overrides), "rollout-0", machine_cores())
