@@ -1,5 +1,5 @@
-"""vLLM's scheduler, with one thing more: while a pause holds all other requests, a probe is computed. And the log of
-what it says of itself.
+"""vLLM's scheduler, with two things more: while a pause holds all other requests, a probe is computed, and a block that
+was planned and never computed is given to nobody. And the log of what it says of itself.
 
 Were the scheduler to go on for it, whatever a publish has paused would go on, too: keys and values of all of it, as
 many as a step takes at each of the probe's steps, under weights that nobody has attested, and to be dropped again.
@@ -23,13 +23,17 @@ PRIORITY, PROBE_PRIORITY = 0, -1
 
 
 class _Probing:
-    """A Scheduler that begins a probe in PAUSED_NEW, where vLLM begins nothing of what waits."""
+    """A Scheduler that begins a probe in PAUSED_NEW, where vLLM begins nothing of what waits, and that forgets what a
+    request which gives way has not computed.
+    """
 
     running: list[Any]
     waiting: Any
     max_num_active_reqs: int
     max_num_running_reqs: int
     log_stats: bool
+    kv_cache_config: Any
+    kv_cache_manager: Any
     _pause_state: PauseState
 
     def get_num_unfinished_requests(self) -> int:
@@ -52,7 +56,14 @@ class _Probing:
     def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
         """Takes a request's keys and values. A pause does so, too, and drops what is under way: no sign of a full
         cache, and is not counted.
+
+        By priority vLLM may take those of a request that it has given tokens in this very step. Their blocks are under
+        their prefix already, and will not be computed: whoever came with that prefix would be given what lies there.
         """
+        ids_of_groups = self.kv_cache_manager.get_block_ids(request.request_id)
+        for group, ids in zip(self.kv_cache_config.kv_cache_groups, ids_of_groups, strict=True):
+            num_whole = request.num_computed_tokens // group.kv_cache_spec.block_size
+            self.kv_cache_manager.evict_blocks(set(ids[num_whole:]))
         super()._preempt_request(request, timestamp, drop_stale_output)  # type: ignore[misc]
         if drop_stale_output and self.log_stats:
             request.events.pop()

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from vllm import AsyncEngineArgs, SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,35 +28,60 @@ MOST = 2
 """Requests that run at a time."""
 
 
-@pytest.fixture(params=[False, True], ids=["in step", "a step ahead"])
-def scheduling(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+@pytest.fixture(autouse=True)
+def _hashes_begin() -> None:
+    init_none_hash(sha256)
+
+
+def make(folder: Path, *, a_step_ahead: bool, num_blocks: int = 64, **more: Any) -> Any:
     arguments = AsyncEngineArgs(
-        model=str(write_qwen3(tmp_path / "model")),
+        model=str(write_qwen3(folder / "model")),
         skip_tokenizer_init=True,
         scheduling_policy="priority",
         max_num_seqs=MOST,
-        enable_prefix_caching=False,
         distributed_executor_backend="uni",
+        **more,
     )
     config = arguments.create_engine_config()
-    config.scheduler_config.async_scheduling = request.param
-    config.cache_config.num_gpu_blocks = 64
+    config.scheduler_config.async_scheduling = a_step_ahead
+    config.cache_config.num_gpu_blocks = num_blocks
     attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
     made = scheduler(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(64, [], [KVCacheGroupSpec(["layer"], attention)]),
+        kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], attention)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK,
         hash_block_size=BLOCK,
         log_stats=True,
     )
-    assert isinstance(made, AsyncScheduler) == request.param
+    assert isinstance(made, AsyncScheduler) == a_step_ahead
     return made
 
 
-def add(scheduling: Any, name: str, priority: int, num_tokens: int = 20, max_tokens: int = 8) -> None:
+both_kinds = pytest.mark.parametrize("a_step_ahead", [False, True], ids=["in step", "a step ahead"])
+
+
+@pytest.fixture(params=[False, True], ids=["in step", "a step ahead"])
+def scheduling(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return make(tmp_path, a_step_ahead=request.param, enable_prefix_caching=False)
+
+
+def add(
+    scheduling: Any,
+    name: str,
+    priority: int,
+    num_tokens: int = 20,
+    max_tokens: int = 8,
+    *,
+    token: int = 1,
+    arrival_time: float | None = None,
+) -> None:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    scheduling.add_request(Request(name, [1] * num_tokens, sampling, None, priority=priority))
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    prompt = [token] * num_tokens
+    scheduling.add_request(
+        Request(name, prompt, sampling, None, arrival_time=arrival_time, priority=priority, block_hasher=hasher)
+    )
 
 
 def step(scheduling: Any) -> dict[str, int]:
@@ -67,12 +94,15 @@ def step(scheduling: Any) -> dict[str, int]:
 def end(scheduling: Any, planned: SchedulerOutput) -> Any:
     """The outputs of a step come."""
     names = list(planned.num_scheduled_tokens)
+    requests = [scheduling.requests.get(name) for name in names]
     return scheduling.update_from_output(
         planned,
         ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=[[7]] * len(names),
+            sampled_token_ids=[
+                [] if each and each.num_computed_tokens < each.num_prompt_tokens else [7] for each in requests
+            ],
         ),
     )
 
@@ -145,3 +175,25 @@ def test_requests_that_give_way_in_a_full_cache_are_counted_and_those_of_a_pause
     log.begin_load()
     assert log.use.kv_cache_usage == 0.0, "by now it is long ago"
     assert log.use.num_preemptions == 1
+
+
+@both_kinds
+def test_blocks_that_were_planned_and_not_computed_are_given_to_nobody(tmp_path: Path, a_step_ahead: bool) -> None:
+    """A request gives way in the step in which it was given a part of its prompt, as one does that came later than
+    another and runs before it.
+    """
+    scheduling = make(
+        tmp_path,
+        a_step_ahead=a_step_ahead,
+        num_blocks=1 + 9,  # one is vLLM's own
+        enable_prefix_caching=True,
+        enable_chunked_prefill=True,
+        max_num_batched_tokens=4 * BLOCK,
+        long_prefill_token_threshold=2 * BLOCK,  # of a request beside others
+    )
+    add(scheduling, "late", PRIORITY, num_tokens=9 * BLOCK, token=2, arrival_time=2.0)
+    assert step(scheduling) == {"late": 4 * BLOCK}
+    add(scheduling, "early", PRIORITY, num_tokens=BLOCK, max_tokens=2, arrival_time=1.0)
+    assert step(scheduling) == {"late": 2 * BLOCK, "early": BLOCK}
+    assert step(scheduling) == {"early": 1}, "which needs a block, when the other has just got the last two"
+    assert step(scheduling) == {"late": 3 * BLOCK}, "all that was not computed"
