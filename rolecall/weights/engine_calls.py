@@ -18,9 +18,10 @@ Every worker of an `AsyncLLM`, i.e. every TP rank of every stage, takes a rank o
     ... compare received.fingerprints and received.digest with the actor's, run the probe, attest ...
     await llm.resume_generation()
 
-`receive_version` makes vLLM's own calls in order: start_weight_update, update_weights, finish_weight_update; asks every
-worker for its report (`collective_rpc("weights_report")`); then update_weight_version(str(policy_version)), which names
-the spans of completions, and reset_prefix_cache, which leaves what paused requests hold. The first weights
+`receive_version` asks every worker to receive (`collective_rpc("receive_version")`) and for its report
+(`weights_report`); then update_weight_version(str(policy_version)), which names the spans of completions, and
+reset_prefix_cache, which leaves what paused requests hold. vLLM's own update of weights is three calls; whoever is
+cancelled between them leaves an engine that refuses all updates to come. The first weights
 (load_format="dummy") come the same way. After TornWeightsError serve nothing; the next successful receive_version, over
 a new epoch, heals it. A newer `join_epoch` aborts the epoch before, wherever a worker may be stuck in it. Neither call
 blocks the event loop; `join_epoch` does not block the engine either.
@@ -32,7 +33,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
 from rolecall.errors import ChannelBrokenError
 from rolecall.settings import WeightBackend
@@ -58,15 +59,6 @@ class EngineCalls(Protocol):
 
     async def init_weight_transfer_engine(self, request: WeightTransferInitRequest) -> None:
         """Calls Receiver.init_transfer_engine on every worker."""
-
-    async def start_weight_update(self) -> None:
-        """Opens vLLM's update."""
-
-    async def update_weights(self, request: WeightTransferUpdateRequest) -> None:
-        """Calls Receiver.receive_weights on every worker."""
-
-    async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Closes vLLM's update."""
 
     async def update_weight_version(self, new_version: str) -> None:
         """Names the weights in the spans of completions."""
@@ -111,23 +103,15 @@ async def join_epoch(
         await asyncio.sleep(_JOIN_POLL_S)
 
 
-async def receive_version(
-    llm: EngineCalls, *, epoch: int, policy_version: int, bucket_timeout_s: float, is_adapter: bool = False
-) -> Transferred:
+async def receive_version(llm: EngineCalls, *, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
     """Receives and loads one version over the joined epoch, concurrently with the actor's publish. Requests must be
-    paused and stay paused until the report was compared. `is_adapter`: the engine was started with LoRA, so that its
-    base stays and the adapter is replaced.
+    paused and stay paused until the report was compared. It may be cancelled: the next one heals what it left.
 
     StaleEpochError, StaleVersionError, ChannelBrokenError before anything was touched; TornWeightsError when a worker's
     load did not finish; WeightsMismatchError when the workers of the replica differ.
     """
     info = asdict(UpdateInfo(epoch=epoch, policy_version=policy_version, bucket_timeout_s=bucket_timeout_s))
-    if is_adapter:
-        await llm.collective_rpc("receive_adapter", kwargs=info)
-    else:
-        await llm.start_weight_update()
-        await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-        await llm.finish_weight_update()
+    await llm.collective_rpc("receive_version", kwargs=info)
     reports = await llm.collective_rpc("weights_report")
     report = agreed_report(policy_version, reports)
     await llm.update_weight_version(str(policy_version))

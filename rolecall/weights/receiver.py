@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, WeightTransferConfig
+from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -233,16 +233,18 @@ class WorkerExtension:
 
     weight_transfer_engine: WeightTransferEngine[Any, Any] | None
     model_runner: Any
+    vllm_config: VllmConfig
 
     def weights_joined(self) -> dict[str, Any]:
         """Returns Receiver.joined."""
         return self._weights_receiver().joined()
 
-    def receive_adapter(self, **info: Any) -> None:
-        """Receives as Receiver.receive_weights does, outside of vLLM's own update of weights, which ends by dropping
-        every adapter.
+    def receive_version(self, **info: Any) -> None:
+        """Receives as Receiver.receive_weights does: in one call, unlike vLLM's own update of weights, whose end drops
+        every adapter, too.
         """
-        self._weights_receiver().receive_weights(UpdateInfo(**info))
+        with set_current_vllm_config(self.vllm_config):
+            self._weights_receiver().receive_weights(UpdateInfo(**info))
 
     def weights_report(self) -> dict[str, Any]:
         """Returns Receiver.report."""

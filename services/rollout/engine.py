@@ -252,7 +252,6 @@ class VllmEngine:
             epoch=epoch,
             policy_version=policy_version,
             bucket_timeout_s=bucket_timeout_s,
-            is_adapter=self._takes_adapters,
         )
         arrived: Transferred = await self._alive(receiving)
         self._adapter = POLICY if self._takes_adapters else None

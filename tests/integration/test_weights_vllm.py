@@ -179,6 +179,8 @@ def test_parallel_workers_receive_exact_weights_and_end_when_the_service_is_kill
         assert is_exact(outcomes[name]), outcomes[name]
         assert outcomes[name]["versions"] == [[str(version), 0, 12]]
     assert outcomes["delta"]["wire_share"] < 0.1 * outcomes["whole"]["wire_share"]
+    healed = outcomes["after one that was abandoned"]
+    assert is_exact(healed), healed
     assert wait_until_gone(children, 100.0) == []
     if scenario == "stages":
         stages_prove_together_that_all_was_loaded(outcomes)

@@ -31,6 +31,7 @@ import json
 import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ from tests.tiny_models import write_qwen3, write_qwen3_moe
 PROMPT = [5, 9, 23, 77, 4]
 NUM_TOKENS = 12
 TIMEOUT_S = 60.0
+ABANDONED_S = 1.0
+"""Time in which a call has reached the workers."""
 VOCAB = 150
 """Not a multiple of vLLM's padding."""
 ALMOST = 2
@@ -189,6 +192,14 @@ class Bench:
             outcome = {"error": [type(error).__name__, error.message]}
         await self._record(name, outcome)
 
+    async def abandon(self) -> None:
+        """Begins to receive in an epoch over which nothing comes, and is cancelled."""
+        receiving = receive_version(
+            self.engine, epoch=self.epoch, policy_version=self.version + 1, bucket_timeout_s=5 * ABANDONED_S
+        )
+        with suppress(TimeoutError):
+            await asyncio.wait_for(receiving, ABANDONED_S)
+
     async def _record(self, name: str, outcome: dict[str, Any]) -> None:
         reports = await self.engine.collective_rpc("weights_report")
         unread = [report["unread"] for report in reports]
@@ -310,6 +321,10 @@ async def workers(bench: Bench) -> None:
     await bench.open()
     await bench.publish("whole", 0)
     await bench.publish("delta", ALMOST)
+    await bench.open()
+    await bench.abandon()
+    await bench.open()
+    await bench.publish("after one that was abandoned", 1)
 
 
 async def stages(bench: Bench) -> None:
