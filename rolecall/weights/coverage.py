@@ -63,11 +63,13 @@ class Coverage:
 
     def missing_of_tied(self, tied: Iterable[Sequence[str]]) -> dict[str, tuple[int, int]]:
         """Returns `missing` where each of `tied` names one parameter: it is whole when it is under any of its names,
-        for after the reload they are one memory again.
+        for after the reload they are one memory again. Names that share memory on the meta device, too, as those of a
+        module that stands in two places, are counted under one of them.
         """
         missing = self.missing()
+        whole = {name for name, _ in self._wanted.values()} - missing.keys()
         for names in tied:
-            if any(name not in missing for name in names):
+            if whole & set(names):
                 missing = {name: counts for name, counts in missing.items() if name not in names}
         return missing
 

@@ -98,3 +98,15 @@ def test_a_tied_parameter_is_whole_under_any_of_its_names_and_is_named_when_it_i
     with coverage.watch():
         embedding.data[3:].copy_(torch.zeros(3, 4))
     assert coverage.missing_of_tied(tied) == {}
+
+
+def test_a_parameter_that_nobody_wrote_is_missing_though_its_module_stands_in_two_places() -> None:
+    """As a mixture's router does: `mlp.gate` and `mlp.experts.gate`."""
+    router = torch.nn.Parameter(torch.empty(4, 8, device="meta"), requires_grad=False)
+    names = ["mlp.gate.weight", "mlp.experts.gate.weight"]
+    coverage = Coverage([(name, router, 32) for name in names])
+    ((_, counts),) = coverage.missing_of_tied([names]).items()
+    assert counts == (0, 32)
+    with coverage.watch():
+        router.data.copy_(torch.zeros(4, 8))
+    assert coverage.missing_of_tied([names]) == {}
