@@ -17,6 +17,8 @@ from rolecall.settings import RunSettings, TrainerSection
 NVIDIA_SMI_TIMEOUT_S = 10.0
 CONTEXT_BYTES = 3 * 2**28
 """What CUDA and its libraries take of a GPU in each process, whatever that keeps there."""
+GRAPHS_BYTES = 2**30
+"""What vLLM's captured graphs take of a GPU, which its sleep leaves there; .4 GiB were measured of a 0.6B."""
 SLOT_BYTES = 64 * 2**20
 """What the actor keeps of its GPU for weights on their way (rolecall/weights/shared_memory/device_slots.py)."""
 BUCKETS = 3
@@ -41,6 +43,8 @@ class ShiftPlan:
     """
     rollout: float
     """The least of a rollout that is awake."""
+    asleep: float
+    """What stays of a rollout that sleeps: its CUDA, and its captured graphs."""
     gpu: int | None
     """The smallest GPU; None where nvidia-smi does not tell."""
     configured: float
@@ -49,7 +53,7 @@ class ShiftPlan:
     @property
     def training(self) -> float:
         """Bytes in use while the trainers work."""
-        return self.resident + self.trained
+        return self.resident + self.trained + self.asleep
 
     @property
     def beside_rollouts(self) -> float:
@@ -71,8 +75,8 @@ class ShiftPlan:
             return
         if self.training > self.gpu:
             raise ConfigError(
-                f"shared GPUs: while the trainers work they take {self.training:,.0f} bytes of each, "
-                f"{self.training - self.gpu:,.0f} more than it has; use more GPUs (num_ranks), actor.optimizer.offload"
+                "shared GPUs: while the trainers work they and a sleeping rollout take "
+                f"{self.training:,.0f} bytes of each, {self.training - self.gpu:,.0f} more than it has; use more GPUs (num_ranks), actor.optimizer.offload"
                 ", actor.lora or a smaller model, or move critic and references to other GPUs"
             )
         missing = self.beside_rollouts + self.rollout - self.gpu
@@ -112,6 +116,7 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
         trained=trained,
         passing=SLOT_BYTES + 2 * (BUCKETS * settings.weights.bucket_bytes + whole),
         rollout=weights / rollout.workers_per_replica + (rollout.kv_cache_bytes or 0) + CONTEXT_BYTES,
+        asleep=CONTEXT_BYTES + (0 if rollout.enforce_eager else GRAPHS_BYTES),
         gpu=min(gpus.values()) if gpus else None,
         configured=rollout.gpu_memory_utilization,
     )

@@ -7,7 +7,14 @@ import pytest
 from rolecall.commands.capacity import check_capacity, host_memory_bytes
 from rolecall.commands.footprint import memory_and_disk
 from rolecall.data.model_files import ModelFacts
-from rolecall.data.shift_plan import CONTEXT_BYTES, ShiftPlan, check_cpu_sleep, gpu_memory_bytes, plan_shifts
+from rolecall.data.shift_plan import (
+    CONTEXT_BYTES,
+    GRAPHS_BYTES,
+    ShiftPlan,
+    check_cpu_sleep,
+    gpu_memory_bytes,
+    plan_shifts,
+)
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.weights.shared_memory.device_slots import CHUNK_BYTES, NUM_SLOTS
@@ -81,7 +88,10 @@ def test_a_shared_gpu_is_held_against_each_shift_with_the_bytes_that_are_missing
         critic={"devices": [0]},
         algorithm={"groups_per_batch": 2, "advantage": {"kind": "gae"}},
     )
-    with pytest.raises(ConfigError, match=r"they take 113,610,612,736 bytes of each, 27,711,266,816 more than it has"):
+    with pytest.raises(
+        ConfigError,
+        match=r"they and a sleeping rollout take 115,489,660,928 bytes of each, 29,590,315,008 more than it has",
+    ):
         lines(both)
     lines(shared(2))
     with pytest.raises(
@@ -89,7 +99,9 @@ def test_a_shared_gpu_is_held_against_each_shift_with_the_bytes_that_are_missing
     ):
         lines(shared(2, kv_cache_bytes=64 * 2**30))
     plan = plan_shifts(shared(2), SEVEN_B, gpu_memory_bytes())
-    assert plan.training == 7e9 * 16 / 2 + CONTEXT_BYTES
+    assert plan.training == 7e9 * 16 / 2 + 2 * CONTEXT_BYTES + GRAPHS_BYTES, "the actor's, and a sleeping rollout's"
+    eager = plan_shifts(shared(2, enforce_eager=True), SEVEN_B, gpu_memory_bytes())
+    assert plan.training - eager.training == GRAPHS_BYTES
     assert plan.beside_rollouts == 7e9 * 4 / 2 + CONTEXT_BYTES + plan.passing
     assert plan.passing == NUM_SLOTS * CHUNK_BYTES + 2 * ((IN_FLIGHT + 1) * 16 * 2**20 + 200_000_000 * 2)
     assert plan.share == pytest.approx(1 - (plan.beside_rollouts + CONTEXT_BYTES) / (80 * 2**30))
@@ -123,7 +135,7 @@ def test_rolecall_check_says_what_each_shift_takes(make_settings: MakeSettings, 
     run = {"name": "test", "dir": str(tmp_path), "num_steps": 1, "checkpoint_url": "memory://checkpoints"}
     settings = make_settings(run=run, actor={"devices": [0]}, rollout={"devices": [[0]]})
     said = "\n".join(memory_and_disk(settings, SEVEN_B))
-    for line in ("training: 105.1 GiB, rollouts asleep", "publishing: 27.7 GiB", "sampling: 768.0 MiB beside"):
+    for line in ("training: 106.8 GiB, rollouts asleep", "publishing: 27.7 GiB", "sampling: 768.0 MiB beside"):
         assert line in said
     assert "rollouts take 64% of the GPU" in said
 
