@@ -20,16 +20,13 @@ from rolecall.commands.footprint import memory_and_disk, store
 from rolecall.commands.preflight import NOTE, preflight
 from rolecall.data.adapter_files import check_start
 from rolecall.data.dataset import RawPrompt, load_prompts
+from rolecall.data.engine_limits import check_engine
 from rolecall.data.megatron_limits import check_megatron, require_installed
-from rolecall.data.mixture import check_cpu_routing, read_mixture
+from rolecall.data.mixture import read_mixture
 from rolecall.data.model_files import (
     ModelFacts,
-    check_cpu_adapters,
-    check_cpu_attention,
-    check_cpu_recurrence,
     check_parallel,
     check_routers,
-    check_stages,
     check_tokenizer,
     check_trainable,
     eos_token_ids,
@@ -39,9 +36,7 @@ from rolecall.data.model_files import (
     text_config,
     vocab_size,
 )
-from rolecall.data.shift_plan import check_cpu_sleep
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.data.vllm_files import check_engine_arguments
 from rolecall.environment.checks import explain_environment
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.identity import adapters_to_begin_with, newest_checkpoint
@@ -243,16 +238,8 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
                 f"{bound}: a response ends there at the latest"
             )
     if settings.rollout.num_replicas:
-        check_engine_arguments(settings.rollout.engine)
-        check_stages(path, settings.rollout.pipeline_parallel_size)
+        check_engine(settings)
         check_cache(settings)
-    if settings.rollout.num_replicas and not settings.rollout.devices:
-        check_cpu_sleep(settings)
-        check_cpu_attention(path, settings.rollout.engine.get("block_size"))
-        check_cpu_recurrence(path, settings.model.dtype, settings.rollout.engine.get("enable_prefix_caching"))
-        check_cpu_routing(settings.actor)
-        if settings.actor.lora is not None:
-            check_cpu_adapters(path)
 
 
 def _adapters(settings: RunSettings, given: LoraSection) -> str:

@@ -76,8 +76,9 @@ class ShiftPlan:
         if self.training > self.gpu:
             raise ConfigError(
                 "shared GPUs: while the trainers work they and a sleeping rollout take "
-                f"{self.training:,.0f} bytes of each, {self.training - self.gpu:,.0f} more than it has; use more GPUs (num_ranks), actor.optimizer.offload"
-                ", actor.lora or a smaller model, or move critic and references to other GPUs"
+                f"{self.training:,.0f} bytes of each, {self.training - self.gpu:,.0f} more than it has; use more GPUs "
+                "(num_ranks), actor.optimizer.offload, actor.lora or a smaller model, or move critic and references to "
+                "other GPUs"
             )
         missing = self.beside_rollouts + self.rollout - self.gpu
         if missing > 0:

@@ -12,20 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.data.mixture import Mixture, check_cpu_routing, read_mixture
+from rolecall.data.engine_limits import check_engine
+from rolecall.data.mixture import Mixture, read_mixture
 from rolecall.data.model_files import (
-    check_cpu_adapters,
-    check_cpu_attention,
-    check_cpu_recurrence,
-    check_stages,
     eos_token_ids,
     has_recurrent_layers,
     max_model_tokens,
     read_model,
     text_config,
 )
-from rolecall.data.shift_plan import check_cpu_sleep, gpu_memory_bytes, plan_shifts
-from rolecall.data.vllm_files import check_engine_arguments
+from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, RunSettings, WeightsSection
 from rolecall.store.connection import CALL_DEADLINE_S
@@ -91,15 +87,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
     section, index = settings.rollout, replica_index(worker)
     devices = _devices(settings, index)
     path = settings.model.path
-    check_engine_arguments(section.engine)
-    check_stages(path, section.pipeline_parallel_size)
-    if not devices:
-        check_cpu_sleep(settings)
-        check_cpu_attention(path, settings.rollout.engine.get("block_size"))
-        check_cpu_recurrence(path, settings.model.dtype, settings.rollout.engine.get("enable_prefix_caching"))
-        check_cpu_routing(settings.actor)
-        if settings.actor.lora is not None:
-            check_cpu_adapters(path)
+    check_engine(settings)
     return RolloutConfig(
         model_path=path,
         dtype=settings.model.dtype,

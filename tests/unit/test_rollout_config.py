@@ -70,6 +70,42 @@ def test_a_deterministic_run_sees_no_batch(tmp_path: Path) -> None:
     assert "VLLM_BATCH_INVARIANT" not in start_environment(config), "vLLM has no such kernels there"
 
 
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"actor": {"router_replay": "r3"}}, "actor.router_replay r3: model.path .* has recurrent layers, .* use r2"),
+        ({"run": {"deterministic": True}}, "run.deterministic: model.path .* has recurrent layers, .* batch-invariant"),
+    ],
+)
+def test_what_a_gpu_cannot_do_with_recurrent_layers_is_said(
+    tmp_path: Path, sections: dict[str, Any], said: str
+) -> None:
+    def run(kind: str) -> RunSettings:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2}
+        model = {**TWO_LAYERS, **experts, "model_type": kind}
+        return with_sections(settings(tmp_path, model=model, devices=[[0]]), sections)
+
+    configure(run("qwen3_moe"), "rollout-0", range(4))
+    with pytest.raises(ConfigError, match=said):
+        configure(run("qwen3_next"), "rollout-0", range(4))
+
+
+def test_a_float32_head_that_may_see_its_batch_is_refused_in_a_deterministic_run_on_gpus(tmp_path: Path) -> None:
+    def run(dtype: str, **rollout: Any) -> RunSettings:
+        sections = {"run": {"deterministic": True}, "model": {"head_dtype": "float32", "dtype": dtype}}
+        return with_sections(settings(tmp_path, **rollout), sections)
+
+    with pytest.raises(ConfigError, match=r"run\.deterministic: vLLM multiplies by a float32 head"):
+        configure(run("bfloat16", devices=[[0]]), "rollout-0", range(4))
+    configure(run("float32", devices=[[0]]), "rollout-0", range(4))
+    configure(run("bfloat16"), "rollout-0", range(4))
+
+
+def with_sections(run: RunSettings, sections: dict[str, Any]) -> RunSettings:
+    changed = {name: getattr(run, name).model_copy(update=update) for name, update in sections.items()}
+    return run.model_copy(update=changed)
+
+
 def test_on_gpus_no_sampler_is_made_ready_that_draws_for_no_seed(tmp_path: Path) -> None:
     on_gpu = start_environment(configure(settings(tmp_path, devices=[[3]]), "rollout-0", range(4)))
     assert (on_gpu["VLLM_USE_FLASHINFER_SAMPLER"], on_gpu["CUDA_VISIBLE_DEVICES"]) == ("0", "3")
