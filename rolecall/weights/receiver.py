@@ -259,6 +259,14 @@ class WorkerExtension:
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
 
+    def clear_positions(self) -> None:
+        """Zeroes the positions in several dimensions (M-RoPE) of a runner on GPUs, once its weights are awake: sleep of
+        level 2 drops them, vLLM writes those of tokens alone, and a captured graph reads those of its padding, too.
+        """
+        rope = getattr(getattr(self.model_runner, "model_state", None), "rope_state", None)
+        if rope is not None:
+            rope.positions.zero_()
+
     def free_bytes(self) -> int:
         """Returns the memory of this worker's device that nobody has."""
         return int(torch.accelerator.get_memory_info()[0])

@@ -211,7 +211,7 @@ class VllmEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """Implements SamplingEngine.pause. Clearing the cache makes kept requests compute their keys and values again,
-        under the weights they go on with. Left as it is, it gives nothing to requests that begin after the next load.
+        under the weights they go on with. Left as it is, it gives nothing to requests that come after the next load.
 
         Asked of the engine's core: pause_generation does no more for text, and then sleeps 20 ms for callers who want
         all outputs before its answer. Ours come to a gate that is shut (gate.py), whenever they come, and a publish

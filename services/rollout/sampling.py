@@ -24,7 +24,7 @@ class PauseMode(Enum):
     KEEP_CACHE = "keep_cache"
     """Frozen with their keys and values, from which they go on after resume."""
     WAIT = "wait"
-    """Finished first."""
+    """Finished first, but for those that gave way in a full cache: they go on as with KEEP."""
     ABORT = "abort"
     """Ended at once; their sample() raises UnavailableError."""
 

@@ -65,6 +65,7 @@ class Sleeper:
         """Takes keys and values back, too, which are empty. Returns whether it did: the scheduler goes on then."""
         if not self._given_back:
             return False
+        await self._alive(self._llm.collective_rpc("clear_positions"))
         await self._alive(self._llm.wake_up(["kv_cache"]))
         self._given_back = []
         return True

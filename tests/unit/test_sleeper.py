@@ -20,20 +20,26 @@ class FakeEngine:
         self.awake = {"weights": WEIGHTS, "kv_cache": CACHE}
         self.others = 0
         self.runs_scheduler = False
+        self.padding_is_clear = True
 
     async def sleep(self, level: int) -> None:
         if not self.awake:
             return  # "already sleeping"
         assert len(self.awake) == 2, "vLLM unmaps what is unmapped"
-        self.awake, self.runs_scheduler = {}, False
+        self.awake, self.runs_scheduler, self.padding_is_clear = {}, False, False
 
     async def wake_up(self, tags: list[str]) -> bool:
         self.awake |= {tag: {"weights": WEIGHTS, "kv_cache": CACHE}[tag] for tag in tags}
         assert sum(self.awake.values()) + self.others <= TOTAL, "out of memory"
         self.runs_scheduler = len(self.awake) == 2
+        assert self.padding_is_clear or not self.runs_scheduler
         return self.runs_scheduler
 
     async def collective_rpc(self, method: str) -> list[Any]:
+        if method == "clear_positions":
+            assert "weights" in self.awake, "they lie beside the weights"
+            self.padding_is_clear = True
+            return [None]
         assert method == "free_bytes"
         return [TOTAL - self.others - sum(self.awake.values())]
 
