@@ -2,6 +2,7 @@
 epochs and versions, deadlines and aborts.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -400,6 +401,7 @@ def test_a_frozen_actor_holds_nobody_who_asks_it(monkeypatch: pytest.MonkeyPatch
             address = actor.stdout.readline().strip()
             ranks = [Rendezvous(address, 1, rank, MEET_S) for rank in (1, 2, 3)]
             actor.send_signal(signal.SIGSTOP)
+            assert os.WIFSTOPPED(os.waitpid(actor.pid, os.WUNTRACED)[1])  # else a thread of it may answer once more
             with ThreadPoolExecutor(4) as pool:
                 asked: list[Future[Any]] = [
                     pool.submit(ranks[0].take, "manifest", MEET_S),
