@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from examples.sort_digits import prepare as sort_digits
-from examples.sort_digits.quickstart import EVALUATION, HERE, train_command
+from examples.sort_digits.quickstart import EVALUATION, HERE
 from rolecall.settings import load_settings
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
@@ -227,23 +227,23 @@ async def _sleep(pair: _Pair) -> None:
 
 
 def check_run(found: Findings, folder: Path) -> None:
-    """`rolecall train` on the sort-digits example, actor and rollout in shifts on one GPU."""
+    """The quickstart, actor and rollout in shifts on one GPU."""
     _require_vllm()
     work = folder / "work"
-    sort_digits.prepare(work, 0)
     place = () if found.dry else ("--model.dtype=bfloat16", "--actor.devices=[0]", "--rollout.devices=[[0]]")
-    command = [*train_command(work, 0), *place, f"--run.num_steps={NUM_STEPS}", "--evaluation.every_steps=100"]
+    steps = f"--run.num_steps={NUM_STEPS}", "--evaluation.every_steps=100"
+    command = [sys.executable, str(HERE / "quickstart.py"), "--folder", str(work), *place, *steps]
     code = subprocess.run(command, check=False).returncode
     for log in sorted((work / "run" / "logs").glob("*.log")):
         print(f"--- {log.name}\n{log.read_text()[-3000:]}", flush=True)
     found.require(f"it ended with exit code {code}", code == 0)
     rows = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "reward/mean" in row]
-    found.require(f"{len(steps)} steps were reported, not {NUM_STEPS}", len(steps) == NUM_STEPS)
+    told = [row for row in rows if "reward/mean" in row]
+    found.require(f"{len(told)} steps were reported, not {NUM_STEPS}", len(told) == NUM_STEPS)
     found.figure("s until the first weights were sampled", rows[0]["time_s"])
     for name in ("time/step_s", "time/train_s", "publish/time_s", "shift/to_training_s", "shift/to_sampling_s"):
-        _figure(found, name, steps)
-    found.at_most("actor/mismatch_mean", max(step["actor/mismatch_mean"] for step in steps), _MOST_MISMATCH)
+        _figure(found, name, told)
+    found.at_most("actor/mismatch_mean", max(step["actor/mismatch_mean"] for step in told), _MOST_MISMATCH)
     accuracies = [row[EVALUATION] for row in rows if EVALUATION in row]
     found.figure("held-out accuracy before", accuracies[0])
     found.at_least("held-out accuracy after", accuracies[-1], 0.5)
