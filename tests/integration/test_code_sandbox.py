@@ -444,6 +444,24 @@ def test_a_call_in_another_language_finds_the_program_beside_it(kind: str) -> No
     assert CodeJudge(scorer, sandbox_of(scorer)).score('same() { echo "$1"; }\n', tests) == 1.0
 
 
+FORKING = """
+import ctypes
+from rolecall.sandbox import sandbox_of
+from rolecall.settings import CodeScorer
+libc = ctypes.CDLL(None)
+libc.__register_atfork(None, None, libc.abort, None)
+ran = sandbox_of(CodeScorer.model_validate({"sandbox": KIND})).run(["echo", "well"], {}, b"", 60.0, 100)
+print(ran.status, ran.output)
+"""
+"""A process of whose forks each aborts, as some do beside gRPC, and a program in a sandbox."""
+
+
+def test_a_sandbox_starts_though_forks_of_its_process_abort(kind: str) -> None:
+    script = FORKING.replace("KIND", repr(kind))
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "0 b'well\\n'\n"), ran.stderr
+
+
 async def test_a_program_that_somebody_else_kills_is_run_again(kind: str, mark: str, tmp_path: Path) -> None:
     folder = opened_to_nobody(tmp_path)
     judge, sandbox = judge_of(kind, mark, read_only=(folder,))
