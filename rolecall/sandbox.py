@@ -48,7 +48,7 @@ ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "
 TOOLS = ("timeout", "choom", "prlimit", "tar")
 """Programs of coreutils, util-linux and tar that limit and carry others."""
 CHROOT = "/usr/sbin/chroot"
-"""Of coreutils; by its path, for programs are given none to it."""
+"""A program of coreutils, by its path: ENVIRONMENT has none to it."""
 READY = b"\0ready\n"
 """What the sandbox says once it stands, on a stream that is closed to the program."""
 

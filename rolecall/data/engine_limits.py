@@ -1,5 +1,5 @@
-"""What vLLM cannot do with a run's model on the devices of its rollouts: said before it starts, or computes something
-else than was asked for.
+"""The limits of vLLM with a run's model on the devices of its rollouts: said before it dies as it starts, or computes
+something else than was asked for.
 """
 
 from rolecall.data.mixture import check_cpu_routing

@@ -23,8 +23,8 @@ PRIORITY, PROBE_PRIORITY = 0, -1
 
 
 class _Probing:
-    """A Scheduler that begins a probe in PAUSED_NEW, where vLLM begins nothing of what waits, and that forgets what a
-    request which gives way has not computed.
+    """A Scheduler that begins a probe in PAUSED_NEW, where vLLM begins nothing of what waits. It forgets what a request
+    that gives way has not computed.
     """
 
     running: list[Any]
