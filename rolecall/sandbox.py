@@ -101,7 +101,7 @@ class Bubblewrap:
                 "scorer.sandbox: bwrap is not installed, without which programs of responses are not run; install "
                 "bubblewrap (0.8 or later), or write sandbox: none where they may do what this service may"
             )
-        _check_tools()
+        _check_tools(*_as_nobody()[:1])
         missing = [str(path) for path in self._read_only if not path.is_dir()]
         if missing:
             raise ConfigError(f"scorer.read_only: {', '.join(missing)} is no folder here; mend it")
@@ -258,8 +258,8 @@ def _num_killed_for_memory() -> int:
     return 0
 
 
-def _check_tools() -> None:
-    missing = [name for name in TOOLS if shutil.which(name, path=ENVIRONMENT["PATH"]) is None]
+def _check_tools(*more: str) -> None:
+    missing = [name for name in (*TOOLS, *more) if shutil.which(name, path=ENVIRONMENT["PATH"]) is None]
     if missing:
         raise ConfigError(
             f"scorer.sandbox: {', '.join(missing)} is not installed, which limit programs; install coreutils, "

@@ -619,6 +619,13 @@ async def test_a_program_that_never_ends_scores_0_and_an_item_that_is_late_is_an
         pool.close()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives its rights up by chroot")
+def test_a_machine_on_which_root_cannot_become_nobody_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sandboxes, "CHROOT", str(tmp_path / "chroot"))
+    with pytest.raises(ConfigError, match=r"chroot is not installed.*install coreutils"):
+        Bubblewrap(CodeScorer()).check(["python3"])
+
+
 async def test_a_service_without_a_sandbox_does_not_start(tmp_path: Path) -> None:
     scorer = CodeScorer()
     environment = {**scorer_environment(()), "PATH": str(tmp_path)}
