@@ -54,7 +54,7 @@ _STRIP_S = 60.0
 
 @dataclass(frozen=True)
 class DeviceCode:
-    """One entry of a fat binary, as nvcc puts them into a library: https://docs.nvidia.com/cuda/cuda-binary-utilities."""
+    """One entry of a fat binary, as nvcc puts them into a library; its layout is read off such libraries."""
 
     kind: int
     """1: PTX, 2: machine code."""
@@ -111,6 +111,8 @@ def _package(wheel: Path) -> str:
 
 def _download(names: list[str], folder: Path) -> None:
     pins = _pins()
+    if missing := [name for name in names if name not in pins]:
+        sys.exit(f"{LOCK.relative_to(ROOT)} does not pin {', '.join(missing)}; pin it, or name it in LEFT_OUT")
     platforms = [f"manylinux_2_{n}_x86_64" for n in (39, 38, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)]
     tags = [word for name in (*platforms, "manylinux2014_x86_64", "manylinux1_x86_64") for word in ("--platform", name)]
     abis = [word for abi in ("cp312", "abi3", "none") for word in ("--abi", abi)]
@@ -180,6 +182,8 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "gpu-wheels", help="made by `make gpu-wheels`")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-vllm" / "vllm.tar.xz")
     arguments = parser.parse_args()
+    if not list(arguments.wheels.glob("*.whl")):
+        parser.error(f"no wheels in {arguments.wheels}; run make gpu-wheels first")
     have = {_normal(line.partition("==")[0]) for line in arguments.have.read_text().splitlines() if "==" in line}
     with tempfile.TemporaryDirectory() as scratch:
         wheels = Path(scratch)
