@@ -1,7 +1,7 @@
 """The sleep of a vLLM engine, in which its device memory is others': what it gave back, and how it is taken again.
 
 Weights are woken first, and keys and values only when the engine goes on: vLLM lets its scheduler run as soon as all is
-awake, which may not be before there are weights. Knows no vLLM beyond four of its calls.
+awake, which may not be before there are weights. Knows no vLLM beyond the calls of SleepingEngine.
 """
 
 from collections.abc import Awaitable, Callable
