@@ -371,7 +371,9 @@ class Overrun(Honest):
 
 @LIARS.being("calls.abandoned")
 class Stubborn(Honest):
-    """Every large call is worked on to its end, one after the other, whoever waits for it."""
+    """Every large call is worked on to its end, one after the other, whoever waits for it: for so long that calls are
+    given up half of it later, when a busy machine has brought them here.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,4 +390,4 @@ class Stubborn(Honest):
 
     async def _work(self) -> None:
         async with self.turn:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -52,9 +51,13 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, but: int = 0) -> Path:
-    """Takes all space on `disk` but some pages of 4096 bytes."""
+    """Takes all space on `disk` but some pages of 4096 bytes, whoever else takes some meanwhile."""
     ballast = disk / "ballast"
-    ballast.write_bytes(bytes(shutil.disk_usage(disk).free - but * 4096))
+    with ballast.open("wb", buffering=0) as file:
+        with contextlib.suppress(OSError):  # it is full
+            while True:
+                file.write(bytes(DISK_BYTES))
+        file.truncate(file.tell() - but * 4096)
     return ballast
 
 
