@@ -179,8 +179,8 @@ class Driver:
 
     async def _resolved(self) -> RunSettings:
         path = self._plan.folder / "run" / "config.yaml"
-        await self._until(path.exists, 20.0, "the launcher's config.yaml")
-        await asyncio.sleep(0.1)  # it is written in one go, after it was made
+        # it is written in one go, after it was made
+        await self._until(lambda: path.exists() and path.stat().st_size > 0, 120.0, "the launcher's config.yaml")
         return load_settings(path)
 
     # --- faults -----------------------------------------------------------------------------------

@@ -89,8 +89,9 @@ async def test_a_batch_stays_within_the_budget_and_a_larger_call_goes_alone() ->
 
 @pytest.mark.parametrize(("num_slots", "computed"), [(1, [1, 1, 1, 1]), (2, [2, 2]), (4, [4])])
 async def test_each_slot_of_ranks_gets_a_budget_of_its_own(num_slots: int, computed: list[int]) -> None:
-    role, device_thread = Ranks(num_slots), DeviceThread()
-    calls = ColumnCalls(role, device_thread, Fence(lambda: 1), token_budget=10)
+    role, device_thread, fence = Ranks(num_slots), DeviceThread(), Fence(lambda: 1)
+    await fence.check(1)  # no call waits for a thread, so all come at once
+    calls = ColumnCalls(role, device_thread, fence, token_budget=10)
     calls.start()
     requests = (ComputeColumnRequest(ctl=1, rows=[row(f"{i}/0")]) for i in range(4))
     await asyncio.gather(*(calls.compute(request) for request in requests))

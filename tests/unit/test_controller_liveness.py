@@ -5,6 +5,7 @@ was.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from services.controller.fleet.liveness import Worker
 from services.controller.fleet.members import LOOKS_PER_HEARTBEAT, Fleet
 from services.controller.threads import StoreThreads
 from tests.fixtures_store import StoreUnderTest
+from tests.waiting import until
 
 CONTROLLER = ControllerSection()
 LOOK_S = CONTROLLER.heartbeat_s / 4
@@ -100,9 +102,18 @@ def test_what_the_controller_could_not_hear_is_not_held_against_anyone() -> None
 
 @pytest.fixture
 async def fleet(store: StoreUnderTest, make_settings: Callable[..., RunSettings]) -> AsyncIterator[Fleet]:
+    async with watched(store, make_settings, time.monotonic) as fleet:
+        yield fleet
+
+
+@asynccontextmanager
+async def watched(
+    store: StoreUnderTest, make_settings: Callable[..., RunSettings], clock: Callable[[], float]
+) -> AsyncIterator[Fleet]:
+    """A fleet that judges by `clock`."""
     settings = make_settings(controller={"lease_s": 0.5}, rollout={"hang_s": 0.6}, actor={"hang_s": 0.6})
     threads = StoreThreads()
-    fleet = Fleet(settings, store.ledger, threads)
+    fleet = Fleet(settings, store.ledger, threads, clock)
     watching = asyncio.create_task(fleet.watch())
     yield fleet
     watching.cancel()
@@ -176,13 +187,32 @@ async def test_a_zombie_does_not_take_its_successors_place(fleet: Fleet) -> None
     fleet.heartbeat(says("b"))
 
 
-async def test_a_controller_that_stood_still_gives_nobody_up_for_it(fleet: Fleet) -> None:
-    fleet.join(request("a"))
-    await asyncio.sleep(0.2)
-    time.sleep(2.0)
-    await asyncio.sleep(0.2)
-    assert fleet.is_lost("rollout-0") == ""
-    assert (await until_lost(fleet)).startswith("silent")
+class Clock:
+    """A clock that stands still until it is moved, and counts who looks at it."""
+
+    def __init__(self) -> None:
+        self.now, self.num_looks = 0.0, 0
+
+    def __call__(self) -> float:
+        self.num_looks += 1
+        return self.now
+
+    def move(self) -> None:
+        self.now += 0.05
+
+
+async def test_a_controller_that_stood_still_gives_nobody_up_for_it(
+    store: StoreUnderTest, make_settings: Callable[..., RunSettings]
+) -> None:
+    clock = Clock()
+    async with watched(store, make_settings, clock) as fleet:
+        fleet.join(request("a"))
+        first = clock.num_looks
+        await until(lambda: clock.num_looks >= first + 3)  # it has judged, and sleeps
+        clock.now += 2.0
+        await until(lambda: clock.num_looks >= first + 6)
+        assert fleet.is_lost("rollout-0") == ""
+        assert (await until_lost(fleet, clock.move)).startswith("silent")
 
 
 async def test_what_a_lost_rollout_held_goes_to_others_and_it_claims_nothing(

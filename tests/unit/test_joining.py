@@ -1,41 +1,51 @@
 """How long the launcher waits for a process to join."""
 
 import subprocess
-import time
 from pathlib import Path
+
+import pytest
 
 from rolecall.launcher.joining import Joining
 from rolecall.launcher.processes import Start, Worker
 from rolecall.settings import ControllerSection
 from rolecall.shifts import ShiftLocks
 
-LIMIT_S = 0.3
+LIMIT_S = 30.0
 
 
-def start_of(role: str, process: "subprocess.Popen[bytes]") -> Start:
-    """A process that begins now."""
+class Clock:
+    """What `time` is to the launcher here: it stands still until it is moved."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def start_of(role: str, process: "subprocess.Popen[bytes]", at: float) -> Start:
+    """A process that began at `at`."""
     worker = Worker(role, role, (), {}, Path("/dev/null"))
-    return Start(worker, 0, f"{role}-incarnation", process, time.monotonic())
+    return Start(worker, 0, f"{role}-incarnation", process, at)
 
 
-def test_the_wait_for_a_shift_is_not_a_start_that_hangs(tmp_path: Path) -> None:
+def test_the_wait_for_a_shift_is_not_a_start_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("rolecall.launcher.joining.time", clock)
     joining = Joining(ControllerSection(start_timeout_s=LIMIT_S), tmp_path)
     locks = ShiftLocks(tmp_path)
     with subprocess.Popen(["true"]) as process:
-        running = {role: start_of(role, process) for role in ("rollout", "actor")}
+        running = {role: start_of(role, process, clock.now) for role in ("rollout", "actor")}
 
-        def judged() -> set[str]:
+        def judged(later_s: float = 0.0) -> set[str]:
+            clock.now += later_s
             return {name for name, _ in joining.judge([], running, 0.0, ())}
 
-        until = time.monotonic() + 3 * LIMIT_S
-        while time.monotonic() < until:  # without a controller nobody begins
-            assert judged() == set()
-            time.sleep(0.02)
+        for _ in range(3):  # without a controller nobody begins
+            assert judged(LIMIT_S) == set()
         assert locks.give_to("trainers")
-        while judged() != {"actor"}:  # its own time has begun; the rollout's has not
-            assert "rollout" not in judged()
-            time.sleep(0.02)
+        assert judged(0.9 * LIMIT_S) == set()
+        assert judged(0.2 * LIMIT_S) == {"actor"}  # its own time has begun; the rollout's has not
         assert locks.give_to("rollouts")
-        while "rollout" not in judged():
-            time.sleep(0.02)
+        assert "rollout" not in judged(0.9 * LIMIT_S)
+        assert "rollout" in judged(0.2 * LIMIT_S)
     locks.close()

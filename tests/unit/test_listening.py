@@ -81,7 +81,8 @@ async def test_the_server_that_finds_its_port_taken_names_the_setting(taken: str
         await Server(RpcSection(), taken, setting="actor.bind").start()
 
 
-async def test_a_port_that_is_given_up_in_a_moment_is_waited_for() -> None:
+async def test_a_port_that_is_given_up_in_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolecall.rpc.server._PORT_PATIENCE_S", 60.0)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -4,7 +4,6 @@ take every name and table."""
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -36,8 +35,11 @@ class Receiver(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Receive)
+    def __init__(self, *, is_away: bool = False) -> None:
+        """`is_away`: it has its port and refuses all who come, until `server_activate`."""
+        super().__init__(("127.0.0.1", 0), _Receive, bind_and_activate=not is_away)
+        if is_away:
+            self.server_bind()
         self.bodies: list[dict[str, Any]] = []
         self.refuses: Callable[[Mapping[str, Any]], bool] = lambda body: False
         self.num_refused = 0
@@ -101,16 +103,15 @@ def in_background(url: str, folder: Path, flush_s: float = background_tracker.FL
 def test_what_a_server_missed_while_it_was_away_arrives_when_it_is_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    tracker = in_background(f"http://127.0.0.1:{port}/", tmp_path)
+    server = Receiver(is_away=True)
+    tracker = in_background(server.url, tmp_path)
     with caplog.at_level(logging.WARNING):
         for step in range(20):
             tracker.log(step, {"loss": 0.5})
         deadline = time.monotonic() + WAIT_S
         while tracker.num_failures < 7 and time.monotonic() < deadline:
             time.sleep(PAUSE_S)
-        server = Receiver(port)
+        server.server_activate()
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         server.wait_for(lambda: server.steps() == set(range(20)))
         tracker.flush()
