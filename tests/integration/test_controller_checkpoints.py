@@ -16,6 +16,7 @@ from rolecall.v1 import controller_pb2 as pb
 from services.controller import loop
 from services.controller.durable.run_point import RunPoint
 from tests.twins.run import LightRun, TwinRun, balance, check_trained_once
+from tests.waiting import until
 
 MakeSettings = Callable[..., RunSettings]
 
@@ -84,7 +85,7 @@ async def test_steps_go_on_while_a_checkpoint_is_written_and_its_rows_stay_until
         async with run.controller() as life, run.rollout("rollout-0"):
             await life.reaches(9)
             asked = asyncio.create_task(life.saved())
-            await asyncio.sleep(0.2)
+            await until(lambda: run.latest and run.latest._board.checkpoint_requests)
             assert checkpoints.latest() is None
             assert run.ledger.position().freed_step == 0
             assert not asked.done()

@@ -282,7 +282,8 @@ async def test_prompts_that_a_lineage_has_yet_to_admit_are_in_its_first_checkpoi
         run.lose_the_store()
         async with run.controller() as life:
             request = asyncio.ensure_future(life.saved())
-            await asyncio.sleep(0.2)  # it is asked before anything can be admitted: there is no rollout yet
+            # it is asked before anything can be admitted: there is no rollout yet
+            await until(lambda: run.latest and run.latest._board.checkpoint_requests)
             async with run.rollout("rollout-0", token_s=0.01):
                 await request
                 after = checkpoints.latest()

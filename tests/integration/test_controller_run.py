@@ -38,6 +38,7 @@ from rolecall.store.ledger import Ledger
 from rolecall.trajectory import seed_of
 from rolecall.v1 import controller_pb2 as pb
 from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
+from services.controller import awaiting
 from services.controller.groups import group_scorer
 from services.controller.run import ControllerRun
 from services.rollout.sampling import Sample, SampleRequest
@@ -120,7 +121,10 @@ async def test_two_rollouts_one_late_keep_the_staleness_bound(light_run: LightRu
     async with light_run(algorithm=algorithm, run={"num_steps": 8}) as run:
         async with run.controller() as life, run.rollout("rollout-0", token_s=0.01):
             await life.reaches(2)
+            await life.stub.PauseRun(pb.PauseRunRequest())
             async with run.rollout("rollout-1", token_s=0.01) as late:
+                await life.shows(lambda status: len(status.workers) == 2)
+                await life.stub.ResumeRun(pb.ResumeRunRequest())
                 await life.ends()
     assert late.joined, "the late rollout was never taken into an epoch"
     assert balance(run)[1] == 32
@@ -156,7 +160,8 @@ async def test_a_rollout_that_replaces_the_only_one_inside_a_step_gets_the_weigh
     light_run: LightRun,
 ) -> None:
     async with light_run(run={"num_steps": 4}) as run, run.controller() as life:
-        async with run.rollout("rollout-0", token_s=0.1):
+        async with run.rollout("rollout-0") as engine:
+            engine.hold = True
             await life.shows(lambda status: status.ledger.generating)
         await life.shows(lambda status: any(worker.lost for worker in status.workers))
         async with run.rollout("rollout-1"):
@@ -166,20 +171,18 @@ async def test_a_rollout_that_replaces_the_only_one_inside_a_step_gets_the_weigh
     assert run.actor.trainer.publishes[:2] == [(0, 0), (0, 1)]
 
 
-async def test_a_pause_that_outlasts_the_stall_timeout_is_no_stall_also_after_a_restart(light_run: LightRun) -> None:
+async def test_a_pause_that_outlasts_the_stall_timeout_is_no_stall_also_after_a_restart(
+    light_run: LightRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with light_run() as run, run.rollout("rollout-0"):
-        patient = run.settings
-        hasty = {"controller": {"stall_timeout_s": 0.1}, "reward": {"timeout_s": 0.1}}
-        run.settings = patient.model_copy(
-            update={name: dict(patient)[name].model_copy(update=changes) for name, changes in hasty.items()}
-        )
+        monkeypatch.setattr(awaiting, "_patience_s", lambda settings: 0.1)
         for start in range(2):
             async with run.controller() as life:
                 if start == 0:
                     await life.stub.PauseRun(pb.PauseRunRequest())
                 await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
                 assert not (await asyncio.wait([life.running], timeout=0.5))[0], life.running.exception()
-        run.settings = patient
+        monkeypatch.undo()
         async with run.controller() as life:
             await life.stub.ResumeRun(pb.ResumeRunRequest())
             await life.ends()
@@ -221,13 +224,13 @@ async def test_a_profile_waits_while_the_run_is_paused_is_one_at_a_time_and_ends
 
 async def test_a_run_that_stalls_ends_with_a_checkpoint_of_where_it_stands(light_run: LightRun) -> None:
     sections: dict[str, Any] = {"run": {"num_steps": 1000, "checkpoint_every_steps": 1000}}
-    sections |= {"controller": {"stall_timeout_s": 1.0}, "reward": {"timeout_s": 1.0, "max_attempts": 1}}
+    sections |= {"controller": {"stall_timeout_s": 2.8}, "reward": {"timeout_s": 0.2, "max_attempts": 1}}
     async with light_run(**sections) as run, run.controller() as life, run.rollout("rollout-0") as engine:
         await life.reaches(1)
         engine.hold = True
         with pytest.raises(
             BudgetSpentError,
-            match=r"no group was finished for 2 s, controller.stall_timeout_s and .*; "
+            match=r"no group was finished for 3 s, controller.stall_timeout_s and .*; "
             r"4 are live, \d ready, rollouts: \['rollout-0",
         ):
             await life.ends()
@@ -308,11 +311,11 @@ async def test_a_run_waits_for_its_scorer_beyond_the_stall_timeout_and_goes_on(l
             raise ScorerUnavailableError("its database is away")
         return parity(item)
 
-    hasty = {"controller": {"stall_timeout_s": 0.5}, "reward": {"timeout_s": 0.5}}
+    hasty = {"controller": {"stall_timeout_s": 2.0}, "reward": {"timeout_s": 0.2, "max_attempts": 1}}
     async with light_run(score=sometimes, **hasty) as run, run.controller() as life, run.rollout("rollout-0"):
         waits = "the scorer, for groups of step 0; nothing is admitted beyond those that wait for it"
         await life.shows(lambda status: status.waiting_for == waits)
-        assert not (await asyncio.wait([life.running], timeout=2.0))[0], life.running.exception()
+        assert not (await asyncio.wait([life.running], timeout=3.0))[0], life.running.exception()
         is_away = False
         await life.ends()
     assert balance(run) == (12, 12, 0, 0)
@@ -513,7 +516,7 @@ async def test_a_paused_run_stays_paused_when_its_controller_starts_again(light_
 async def test_strangers_are_refused_and_a_silent_worker_must_join_again(light_run: LightRun) -> None:
     async with (
         light_run() as run,
-        run.controller(),
+        run.controller() as life,
         open_channel(str(run.settings.controller.address), party(Caller.REFERENCE)) as channel,
         open_channel(str(run.settings.controller.address), party(Caller.ROLLOUT)) as another,
     ):
@@ -537,7 +540,7 @@ async def test_strangers_are_refused_and_a_silent_worker_must_join_again(light_r
         await stub.Heartbeat(beat)
         with pytest.raises(PermissionDeniedError, match="the rollout's token may not speak for r"):
             await ControllerServiceStub(another).Heartbeat(beat)
-        await asyncio.sleep(run.settings.controller.lease_s + 0.5)
+        await life.shows(lambda status: any(worker.lost for worker in status.workers))
         with pytest.raises(UnknownWorkerError):
             await stub.Heartbeat(beat)
 

@@ -157,8 +157,8 @@ async def test_a_rollout_that_is_given_up_in_an_evaluation_ends_nothing(
 ) -> None:
     """Its connection is closed under the call that it still answers; the run goes on."""
     monkeypatch.setattr(members, "LINGER_S", 0.5)
-    slow, controller = SlowlyEvaluated(), {"lease_s": 1.0}
-    async with twin_run(store, tmp_path, make_settings, evaluation=beside(tmp_path), controller=controller) as run:
+    slow = SlowlyEvaluated()
+    async with twin_run(store, tmp_path, make_settings, evaluation=beside(tmp_path)) as run:
         async with run.controller() as life, run.rollout("rollout-0", engine=slow):
             await life.shows(lambda status: status.waiting_for == "the evaluation of step 0")
             run.memberships["rollout-0"].stop()  # it lives, and is heard no more
