@@ -18,7 +18,7 @@ from tests.tiny_models import write_qwen3
 
 RUN_TIMEOUT_S = 500.0
 """Deadline of one `rolecall train`: three starts of vLLM, one of the actor, and a few small steps."""
-NUM_STEPS = 5
+NUM_STEPS = 7
 
 
 def begin(folder: Path, name: str) -> "subprocess.Popen[str]":

@@ -109,8 +109,8 @@ class RankWatch:
 
     def leave(self) -> None:
         """The orderly end: says goodbye and judges nobody any more. Safe to repeat."""
+        self._tell({"bye": self._rank})  # first: the watch's thread closes the connections once it is to stop
         self._stopping.set()
-        self._tell({"bye": self._rank})
 
     def explain(self) -> None:
         """Asked when a collective has failed: returns when this watch gave somebody up, which ends the process, or when

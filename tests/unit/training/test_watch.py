@@ -138,12 +138,22 @@ def test_an_orderly_end_is_no_loss() -> None:
     leader, follower = Rank(0, 2), Rank(1, 2)
     follower.watch.connect(leader.watch.listen("127.0.0.1"), WAIT_S)
     wait_for(lambda: bool(leader.watch._peers) and leader.watch._peers[0].rank == 1)
-    leader.watch.leave()
-    follower.watch.leave()
+    tell = leader.watch._tell
+
+    def say_late(message: dict[str, object]) -> None:
+        if "bye" in message:
+            time.sleep(3 * BEAT_S)
+        tell(message)
+
+    leader.watch._tell = say_late  # type: ignore[method-assign]
     for rank in (leader, follower):
+        rank.watch.leave()
         rank.watch._thread.join(WAIT_S)
         assert not rank.watch._thread.is_alive()
-        assert rank.verdicts.empty()
+        wait_for(lambda: follower.watch._peers[0].ended is not None)
+        time.sleep(GONE_S + 2 * BEAT_S)  # it would be judged by now
+    assert leader.verdicts.empty()
+    assert follower.verdicts.empty()
 
 
 def test_a_stranger_who_connects_and_leaves_ends_nobody() -> None:
