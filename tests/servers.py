@@ -128,18 +128,10 @@ class Replicated:
     """A master, two replicas and three sentinels, two of which must agree; replicas and sentinels log in with `login`,
     user and password, where one is given.
 
-    `down_after_s`: silence of a master that sentinels take for its end. Where none is to end, longer than a busy
-    machine lets one be silent.
+    Until a master is ended here, no silence of which a busy machine is the cause is taken for its end.
     """
 
-    def __init__(
-        self,
-        servers: PlainServers,
-        login: tuple[str, str] | None = None,
-        *,
-        down_after_s: float = 1.0,
-        **options: str,
-    ) -> None:
+    def __init__(self, servers: PlainServers, login: tuple[str, str] | None = None, **options: str) -> None:
         logins: tuple[str, ...] = ()
         if login is not None:
             user, password = login
@@ -150,7 +142,7 @@ class Replicated:
         self.data = [self.master, *(servers.start(**DURABLE, **options, **of_master) for _ in range(2))]
         lines = (
             f"sentinel monitor main 127.0.0.1 {self.master.port} 2",
-            f"sentinel down-after-milliseconds main {1000 * down_after_s:.0f}",
+            "sentinel down-after-milliseconds main 60000",
             "sentinel failover-timeout main 5000",
             *logins,
         )
@@ -185,9 +177,15 @@ class Replicated:
             replica.signal(signal.SIGSTOP)
         self.master.command("CLIENT", "KILL", "TYPE", "replica")
 
+    def kill_master(self) -> None:
+        """Ends the master, which sentinels notice after a second."""
+        for sentinel in self.sentinels:
+            sentinel.command("SENTINEL", "SET", "main", "down-after-milliseconds", 1000)
+        self.master.kill()
+
     def lose_master(self) -> None:
         """Ends the master after `cut_off`: one of the replicas takes over as it stands."""
-        self.master.kill()
+        self.kill_master()
         for replica in self.replicas:
             replica.signal(signal.SIGCONT)
 

@@ -34,7 +34,11 @@ SOON_S = 14.0
 without the culprit take a third of it.
 """
 
-PATIENT = {"controller": {"lease_s": 30.0, "stall_timeout_s": 60.0}, "rollout": {"hang_s": 60.0}}
+PATIENT = {
+    "controller": {"lease_s": 30.0, "stall_timeout_s": 60.0},
+    "rollout": {"hang_s": 60.0},
+    "weights": {"bucket_timeout_s": 30.0, "publish_timeout_s": 60.0},
+}
 """Where nobody is to be given up, on a busy machine either."""
 
 KINDS = [
@@ -55,6 +59,12 @@ async def rig(store: StoreUnderTest, tmp_path: Path) -> AsyncIterator[Publishing
         yield running
 
 
+@pytest.fixture
+async def patient(store: StoreUnderTest, tmp_path: Path) -> AsyncIterator[Publishing]:
+    async with publishing_run(store, PATIENT, tmp_path) as running:
+        yield running
+
+
 async def three(rig: Publishing) -> None:
     """Three rollouts that serve version 0."""
     for i in range(3):
@@ -72,35 +82,35 @@ def serving(rig: Publishing) -> list[str]:
     return sorted(twin.name for twin in held)
 
 
-async def test_a_publish_reaches_everyone_and_a_second_one_goes_over_the_same_epoch(rig: Publishing) -> None:
-    await three(rig)
-    rig.actor.step = 1
-    await rig.publisher.publish(1)
-    assert serving(rig) == ["rollout-0", "rollout-1", "rollout-2"]
-    assert rig.publisher.holds(1)
-    assert not rig.publisher.holds(0)
-    assert len(rig.collective.meetings) == 1
-    await rig.admit(6)
-    await rig.committed(6)
-    assert rig.violations() == []
+async def test_a_publish_reaches_everyone_and_a_second_one_goes_over_the_same_epoch(patient: Publishing) -> None:
+    await three(patient)
+    patient.actor.step = 1
+    await patient.publisher.publish(1)
+    assert serving(patient) == ["rollout-0", "rollout-1", "rollout-2"]
+    assert patient.publisher.holds(1)
+    assert not patient.publisher.holds(0)
+    assert len(patient.collective.meetings) == 1
+    await patient.admit(6)
+    await patient.committed(6)
+    assert patient.violations() == []
 
 
-async def test_every_receiver_is_told_the_backend_that_the_actor_chose_for_all_of_them(rig: Publishing) -> None:
-    first = await rig.rollout("rollout-0", on_gpus=True)
-    await rig.publisher.publish(0)
+async def test_every_receiver_is_told_the_backend_that_the_actor_chose_for_all_of_them(patient: Publishing) -> None:
+    first = await patient.rollout("rollout-0", on_gpus=True)
+    await patient.publisher.publish(0)
     assert first.engine.backend == "nccl"
-    second = await rig.rollout("rollout-1")
-    await rig.publisher.publish(0)
+    second = await patient.rollout("rollout-1")
+    await patient.publisher.publish(0)
     assert (first.engine.backend, second.engine.backend) == ("gloo", "gloo")
 
 
-async def test_the_ranks_of_a_larger_fleet_have_longer_to_meet(rig: Publishing) -> None:
-    await rig.rollout("rollout-0")
-    await rig.publisher.publish(0)
-    alone_s = rig.actor.meeting_timeout_s
-    await rig.rollout("rollout-1")
-    await rig.publisher.publish(0)
-    assert rig.actor.meeting_timeout_s == pytest.approx(alone_s + MEETING_S_PER_RANK)
+async def test_the_ranks_of_a_larger_fleet_have_longer_to_meet(patient: Publishing) -> None:
+    await patient.rollout("rollout-0")
+    await patient.publisher.publish(0)
+    alone_s = patient.actor.meeting_timeout_s
+    await patient.rollout("rollout-1")
+    await patient.publisher.publish(0)
+    assert patient.actor.meeting_timeout_s == pytest.approx(alone_s + MEETING_S_PER_RANK)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,26 +139,26 @@ async def test_whoever_fails_in_any_phase_is_left_out_and_the_others_serve_soon(
 
 
 async def test_a_receiver_that_holds_something_else_is_left_out_and_nothing_is_sent_again_for_it(
-    rig: Publishing,
+    patient: Publishing,
 ) -> None:
-    await three(rig)
-    rig.twins[0].engine.fault = Fault("bucket", Kind.LIE)
-    await rig.publisher.publish(0)
-    assert serving(rig) == ["rollout-1", "rollout-2"]
-    assert rig.publisher.policy_version == 1
-    assert rig.twins[0].replica.held.state is State.LOADED
-    assert not rig.publisher.holds(0)
-    await rig.publisher.publish(0)
-    assert rig.publisher.holds(0)
+    await three(patient)
+    patient.twins[0].engine.fault = Fault("bucket", Kind.LIE)
+    await patient.publisher.publish(0)
+    assert serving(patient) == ["rollout-1", "rollout-2"]
+    assert patient.publisher.policy_version == 1
+    assert patient.twins[0].replica.held.state is State.LOADED
+    assert not patient.publisher.holds(0)
+    await patient.publisher.publish(0)
+    assert patient.publisher.holds(0)
 
 
-async def test_a_receiver_that_did_nothing_wrong_is_sent_the_weights_again_at_once(rig: Publishing) -> None:
-    await three(rig)
-    rig.twins[1].engine.fault = Fault("probe", Kind.BREAK)
-    rig.actor.step = 1
-    await rig.publisher.publish(1)
-    assert serving(rig) == ["rollout-0", "rollout-1", "rollout-2"]
-    assert rig.publisher.policy_version == 2
+async def test_a_receiver_that_did_nothing_wrong_is_sent_the_weights_again_at_once(patient: Publishing) -> None:
+    await three(patient)
+    patient.twins[1].engine.fault = Fault("probe", Kind.BREAK)
+    patient.actor.step = 1
+    await patient.publisher.publish(1)
+    assert serving(patient) == ["rollout-0", "rollout-1", "rollout-2"]
+    assert patient.publisher.policy_version == 2
 
 
 async def test_one_that_cannot_reach_the_actor_costs_the_others_one_attempt(
@@ -281,15 +291,15 @@ async def test_a_publish_that_is_cancelled_frees_everyone_and_the_next_succeeds(
 
 
 @pytest.mark.parametrize("phase", ["open", "publish"])
-async def test_the_actors_own_failure_is_raised_and_the_next_publish_succeeds(rig: Publishing, phase: str) -> None:
-    await three(rig)
-    await rig.rollout("rollout-3")
-    rig.actor.failures[phase] = gone("the actor")
+async def test_the_actors_own_failure_is_raised_and_the_next_publish_succeeds(patient: Publishing, phase: str) -> None:
+    await three(patient)
+    await patient.rollout("rollout-3")
+    patient.actor.failures[phase] = gone("the actor")
     with pytest.raises(UnavailableError, match="the actor cannot be reached"):
-        await rig.publisher.publish(0)
-    assert serving(rig) == []
-    await rig.publisher.publish(0)
-    assert len(serving(rig)) == 4
+        await patient.publisher.publish(0)
+    assert serving(patient) == []
+    await patient.publisher.publish(0)
+    assert len(serving(patient)) == 4
 
 
 async def test_a_publish_that_nobody_ever_takes_ends_in_an_error_that_says_why(rig: Publishing) -> None:

@@ -24,6 +24,14 @@ SOON_S = 14.0
 
 @pytest.fixture
 async def rig(store: StoreUnderTest, tmp_path: Path) -> AsyncIterator[Publishing]:
+    weights = {"bucket_timeout_s": 30.0, "publish_timeout_s": 60.0}
+    async with publishing_run(store, {"weights": weights}, tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+async def brief_rig(store: StoreUnderTest, tmp_path: Path) -> AsyncIterator[Publishing]:
+    """One in which who is late is not waited for."""
     async with publishing_run(store, {}, tmp_path) as running:
         yield running
 
@@ -73,13 +81,13 @@ async def test_a_joiner_serves_the_version_that_stands_and_the_next_publish_take
 @pytest.mark.parametrize("kind", [Kind.DIE, Kind.HANG, Kind.FAIL, Kind.BREAK, Kind.LIE], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("phase", PHASES)
 async def test_a_joiner_that_fails_in_any_phase_disturbs_nobody_and_is_asked_again_by_the_next_publish(
-    rig: Publishing, phase: str, kind: Kind
+    brief_rig: Publishing, phase: str, kind: Kind
 ) -> None:
-    joiner = await two_and_a_joiner(rig)
+    joiner = await two_and_a_joiner(brief_rig)
     joiner.engine.fault = Fault(phase, kind)
     async with asyncio.timeout(SOON_S):
         try:
-            await rig.publisher.catch_up(rig.publisher.joiners())
+            await brief_rig.publisher.catch_up(brief_rig.publisher.joiners())
         except (AttemptFailed, RoleCallError):
             assert not joiner.replica.gate.is_open
         else:
@@ -87,13 +95,13 @@ async def test_a_joiner_that_fails_in_any_phase_disturbs_nobody_and_is_asked_aga
             assert kind is Kind.LIE
             assert phase in ("join", "receive", "resume")
             assert phase != "resume" or joiner.replica.gate.is_open
-    assert others_go_on(rig)
-    for twin in rig.twins:
+    assert others_go_on(brief_rig)
+    for twin in brief_rig.twins:
         twin.engine.hold = False
-    await rig.committed(4)
+    await brief_rig.committed(4)
     await until(lambda: not joiner.is_alive or not joiner.engine.frozen)
-    rig.actor.step = 1
-    await rig.publisher.publish(1)
+    brief_rig.actor.step = 1
+    await brief_rig.publisher.publish(1)
     assert joiner.replica.gate.is_open or not joiner.is_alive or kind is Kind.LIE
 
 

@@ -27,6 +27,7 @@ from rolecall.settings import RpcSection
 from rolecall.v1 import controller_pb2
 from tests.contract import peer
 from tests.contract.reward_peers import Liar, client_of, items_of, serving
+from tests.ports import free_port
 from tests.twins.callers import place
 from tests.waiting import until
 
@@ -158,7 +159,7 @@ async def test_the_service_joins_its_run_and_leaves_no_process(start: StartProce
     assert (join.role, join.worker, join.address) == (controller_pb2.ROLE_REWARD, "reward", address)
     assert len(workers) == 2
     assert code == 0
-    assert not psutil.wait_procs(workers, timeout=5)[1]
+    assert not psutil.wait_procs(workers, timeout=30)[1]
 
 
 async def test_the_service_says_which_scorer_gives_no_scores_in_place_of_serving(
@@ -170,7 +171,8 @@ async def test_the_service_says_which_scorer_gives_no_scores_in_place_of_serving
         await until(lambda: controller.beats and controller.beats[-1].phase == phase)
 
     async with peer.serving(controller) as (_, controller_address):
-        async with serving(Liar()) as external:
+        external = f"127.0.0.1:{free_port()}"
+        async with serving(Liar(), bind=external):
             words = {"scorer": {"kind": "external", "address": external}, "timeout_s": 1.0, "max_attempts": 1}
             path = write_run(tmp_path, {"components": {"words": words}}, controller={"address": controller_address})
             address = await start("-m", "services.reward", str(path)).address()
@@ -198,7 +200,8 @@ async def test_scores_go_on_when_workers_are_killed_at_any_instant(start: StartP
         while True:
             await asyncio.sleep(delays_s.uniform(0.0, 0.3))
             for worker in psutil.Process(service.process.pid).children():
-                worker.send_signal(signal.SIGKILL)
+                with suppress(psutil.NoSuchProcess):
+                    worker.send_signal(signal.SIGKILL)
                 scored.clear()
                 await scored.wait()
 
@@ -247,7 +250,10 @@ def test_the_light_parts_stay_light() -> None:
 
 
 async def test_the_service_is_not_serving_before_its_scorers_are(start: StartProcess, tmp_path: Path) -> None:
-    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(3)\ndef score(item): return 1.0\n")
+    go_on = tmp_path / "go_on"
+    (tmp_path / "slow_to_import.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\ndef score(item): return 1.0\n"
+    )
     scorer = {"kind": "function", "target": "slow_to_import:score"}
     path = write_run(tmp_path, {"bind": f"unix:{tmp_path / 's'}", "components": {"mine": {"scorer": scorer}}})
     start("-m", "services.reward", str(path))
@@ -255,5 +261,6 @@ async def test_the_service_is_not_serving_before_its_scorers_are(start: StartPro
     async with asyncio.timeout(60):
         while not seen or seen[-1] != health_pb2.HealthCheckResponse.SERVING:
             seen.append(await health_of(f"unix:{tmp_path / 's'}"))
+            go_on.touch()
             await asyncio.sleep(0.05)
     assert seen[0] == health_pb2.HealthCheckResponse.NOT_SERVING

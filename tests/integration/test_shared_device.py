@@ -161,7 +161,7 @@ async def test_a_store_of_two_batches_is_enough_with_shifts(light_run: LightRun,
     settings = {
         "rollout": SHARED,
         "run": {"num_steps": 8, "checkpoint_every_steps": 50},
-        "controller": {"stall_timeout_s": 5.0},
+        "controller": {"stall_timeout_s": 30.0},
     }
     async with light_run(**settings) as run:
         _leave_room_for(run, num_batches)
@@ -176,7 +176,7 @@ async def test_a_controller_that_finds_the_store_full_of_trained_rows_frees_them
     settings = {
         "rollout": SHARED,
         "run": {"num_steps": 12, "checkpoint_every_steps": 50},
-        "controller": {"stall_timeout_s": 5.0},
+        "controller": {"stall_timeout_s": 30.0},
     }
     async with light_run(**settings) as run:
         actor, engine = share(run), SharingEngine(run)

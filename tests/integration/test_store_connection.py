@@ -158,12 +158,17 @@ def test_refusals_that_pass_are_waited_for(servers: PlainServers) -> None:
     timer.start()
     ledger.beat()
     timer.join(30)
-    demoted = threading.Timer(0.2, lambda: master.command("REPLICAOF", "127.0.0.1", replica.port))
-    promoted = threading.Timer(1.5, lambda: master.command("REPLICAOF", "NO", "ONE"))
-    demoted.start()
-    promoted.start()
+
+    def demote_for_a_while() -> None:
+        time.sleep(0.2)
+        master.command("REPLICAOF", "127.0.0.1", replica.port)
+        time.sleep(1.3)
+        master.command("REPLICAOF", "NO", "ONE")
+
+    demotion = threading.Thread(target=demote_for_a_while)
+    demotion.start()
     assert ledger.read_committed("0", 1, 3.0) == []
-    promoted.join(30)
+    demotion.join(30)
     connection.close()
 
 

@@ -2,7 +2,6 @@
 checkpoint, and nothing is trained twice or lost in silence.
 """
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,26 +10,26 @@ import pytest
 from rolecall.settings import RunSettings
 from tests.failover import check, failing_over, strike
 from tests.fixtures_store import StoreUnderTest
-from tests.servers import PlainServers, Replicated
+from tests.servers import PlainServers, Replicated, until
 
 MakeStore = Callable[[str, str], StoreUnderTest]
 MakeSettings = Callable[..., RunSettings]
 LOST = "the store lost what it had acknowledged"
-LONG_S = 60.0
-"""A silence that no busy machine causes: sentinels told to change the master change it once."""
 
 
 async def test_a_run_goes_back_to_its_checkpoint_when_the_replica_that_takes_over_lacks_what_was_acknowledged(
     servers: PlainServers, make_store: MakeStore, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
     replicated = Replicated(servers)
+    longer = {"num_steps": 16, "checkpoint_every_steps": 3}
+    async with failing_over(make_store(replicated.url, "run"), tmp_path, make_settings, run=longer) as run:
 
-    def lose() -> None:
-        replicated.cut_off()
-        time.sleep(1.5)  # the run goes on with a master that nobody follows
-        replicated.lose_master()
+        def lose() -> None:
+            replicated.cut_off()
+            step = run.ledger.position().step
+            until(lambda: run.ledger.position().step > step, "a step with a master that nobody follows")
+            replicated.lose_master()
 
-    async with failing_over(make_store(replicated.url, "run"), tmp_path, make_settings) as run:
         found = await strike(run, 4, lose)
         check(run)
     # a loop that reads a row before its heartbeat is answered meets the loss there
@@ -45,7 +44,7 @@ async def test_a_run_goes_on_when_its_master_is_killed_and_the_replicas_had_kept
 ) -> None:
     replicated = Replicated(servers)
     async with failing_over(make_store(replicated.url, "run"), tmp_path, make_settings) as run:
-        await strike(run, 4, replicated.master.kill)
+        await strike(run, 4, replicated.kill_master)
         check(run)
 
 
@@ -56,7 +55,7 @@ async def test_a_run_goes_on_when_its_master_is_killed_and_the_replicas_had_kept
 async def test_what_a_demoted_master_goes_on_acknowledging_is_seen_to_be_lost(
     servers: PlainServers, make_store: MakeStore, tmp_path: Path, make_settings: MakeSettings, min_replicas: str
 ) -> None:
-    replicated = Replicated(servers, down_after_s=LONG_S, min_replicas_to_write=min_replicas)
+    replicated = Replicated(servers, min_replicas_to_write=min_replicas)
     longer = {"num_steps": 40, "checkpoint_every_steps": 3}
     async with failing_over(make_store(replicated.url, "run"), tmp_path, make_settings, run=longer) as run:
         await strike(run, 4, replicated.demote)
@@ -70,7 +69,7 @@ async def test_what_a_demoted_master_goes_on_acknowledging_is_seen_to_be_lost(
 async def test_a_master_that_hands_over_loses_nothing(
     servers: PlainServers, make_store: MakeStore, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    replicated = Replicated(servers, down_after_s=LONG_S)
+    replicated = Replicated(servers)
     longer = {"num_steps": 30, "checkpoint_every_steps": 3}
     async with failing_over(make_store(replicated.url, "run"), tmp_path, make_settings, run=longer) as run:
         found = await strike(run, 4, lambda: replicated.demote("COORDINATED"))

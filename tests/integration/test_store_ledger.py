@@ -1,12 +1,15 @@
 """The controller's scripts against a real server: what each promises, once and when repeated."""
 
+import itertools
 import json
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 
 from rolecall.errors import (
     BatchMismatchError,
@@ -22,6 +25,7 @@ from rolecall.errors import (
     StoreRolledBackError,
     WeightsMismatchError,
 )
+from rolecall.store.connection import Connection
 from rolecall.store.ledger import Admission, Ledger
 from rolecall.store.position import Garbage, GroupState, PendingEntry, RunPosition, SuccessRate
 from rolecall.store.scripts import ledger_keys
@@ -86,7 +90,7 @@ def test_a_second_controller_is_refused_while_the_heartbeat_of_the_first_moves(s
     heart.start()
     try:
         with pytest.raises(RunLockedError):
-            Ledger(store.connect(), store.run).lock(0.6)
+            Ledger(store.connect(), store.run).lock(5.0)
     finally:
         stopped.set()
         heart.join(30)
@@ -102,13 +106,29 @@ def test_a_silent_controller_is_replaced_after_one_lease_and_a_finished_one_at_o
     assert Ledger(store.connect(), store.run).lock(600.0) == 3, "nobody is waited for"
 
 
+class MeetingRedis(redis.Redis):
+    """A client for two threads: neither goes on from its first look at who holds the run before both have looked."""
+
+    looks: "itertools.count[int]"
+    both: threading.Barrier
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        answer = super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        if args[0] == "HMGET" and next(self.looks) < 2:
+            self.both.wait(60)
+        return answer
+
+
 def test_of_two_controllers_that_wait_for_a_dead_one_exactly_one_gets_the_run(store: StoreUnderTest) -> None:
     won: list[int] = []
     refused: list[RunLockedError] = []
+    client = MeetingRedis.from_url(store.url)
+    assert isinstance(client, MeetingRedis)
+    client.looks, client.both = itertools.count(), threading.Barrier(2)
 
     def wait() -> None:
         try:
-            won.append(Ledger(store.connection, store.run).lock(0.4))
+            won.append(Ledger(Connection(client), store.run).lock(0.4))
         except RunLockedError as error:
             refused.append(error)
 
@@ -116,7 +136,8 @@ def test_of_two_controllers_that_wait_for_a_dead_one_exactly_one_gets_the_run(st
     for thread in waiting:
         thread.start()
     for thread in waiting:
-        thread.join(30)
+        thread.join(60)
+    client.close()
     assert (won, len(refused)) == ([2], 1)
 
 

@@ -18,11 +18,11 @@ def reward(value: float) -> dict[str, Array]:
     return {"reward": np.array([value], np.float32)}
 
 
-def stage(store: StoreUnderTest, count: int = 1, num_tokens: int = 4, expiry_s: int = 60) -> list[RowRef]:
+def stage(store: StoreUnderTest, count: int = 1, num_tokens: int = 4) -> list[RowRef]:
     """Rows of groups 0, 1, ... with one trajectory each."""
     refs = [store.rows.ref(trajectory_id(gid, 0), "r.0-1", num_tokens) for gid in range(count)]
     columns: list[dict[str, Array]] = [{"token_ids": np.full(num_tokens, gid, np.int32)} for gid in range(count)]
-    store.rows.stage_many(refs, columns, [TrajectoryMeta(id=ref.id) for ref in refs], expiry_s)
+    store.rows.stage_many(refs, columns, [TrajectoryMeta(id=ref.id) for ref in refs], 60)
     return refs
 
 
@@ -88,12 +88,16 @@ def test_a_missing_column_is_an_error_unless_it_is_optional(store: StoreUnderTes
 
 
 def test_rows_nobody_committed_expire_and_persisted_ones_stay(store: StoreUnderTest) -> None:
-    lost, kept = stage(store, count=2, expiry_s=1)
+    lost, kept = stage(store, count=2)
     store.rows.persist([kept])
     store.rows.persist([kept])
-    deadline = time.monotonic() + 5
+    lost_key, kept_key = (f"{{rl:{store.run}:{ref.shard}}}:row:{ref.id}:{ref.token}" for ref in (lost, kept))
+    assert store.connection.command("TTL", kept_key) == -1
+    assert 0 < store.connection.command("TTL", lost_key) <= 60
+    assert store.connection.command("PEXPIRE", lost_key, 1) == 1
+    deadline = time.monotonic() + 60
     while store.rows.read([lost], [], ["token_ids"])[0] and time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(0.01)
     store.rows.read([kept], ["token_ids"])
     with pytest.raises(RowMissingError):
         store.rows.persist([lost, kept])

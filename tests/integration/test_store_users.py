@@ -101,7 +101,7 @@ def test_users_work_through_sentinels_and_on_the_replica_that_takes_over(
     one_group_from_admission_to_training(roles["controller"], "one", roles["rollout"], roles["actor"])
     assert server.admin.wait(2, 10_000) == 2
     before = replicated.master_port()
-    replicated.master.kill()
+    replicated.kill_master()
     until(lambda: replicated.master_port() != before, "another master")
     assert Ledger(roles["controller"], "one").counts().trained == 4
     for role in ("actor", "critic", "reference", "rollout"):

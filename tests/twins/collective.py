@@ -114,13 +114,17 @@ class Collective:
         self.meetings[epoch] = Meeting(epoch, world_size)
 
     async def until(self, meeting: Meeting, timeout_s: float, ready: Callable[[], bool], late: str) -> None:
-        """Polls until `ready`. Raises ChannelBrokenError when the epoch breaks; breaks it when it takes too long."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        """Polls until `ready`. Raises ChannelBrokenError when the epoch breaks; breaks it when it takes too long, which
+        no time does in which this process stood still.
+        """
+        clock, waited_s = asyncio.get_running_loop().time, 0.0
         while not ready():
             meeting.check()
-            if asyncio.get_running_loop().time() > deadline:
+            if waited_s > timeout_s:
                 meeting.broken = meeting.broken or late
+            since = clock()
             await asyncio.sleep(POLL_S)
+            waited_s += min(clock() - since, 10 * POLL_S)
         meeting.check()
 
     async def meet(self, epoch: int, rank: int, timeout_s: float) -> None:
