@@ -255,7 +255,7 @@ class Clustered:
 
     def _node(self) -> PlainServer:
         return self._servers.start(
-            **DURABLE, cluster_enabled="yes", cluster_port=str(free_port()), cluster_node_timeout="1000"
+            **DURABLE, cluster_enabled="yes", cluster_port=str(free_port()), cluster_node_timeout="2500"
         )
 
     def _meet(self, nodes: list[PlainServer]) -> None:

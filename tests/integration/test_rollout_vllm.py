@@ -19,6 +19,7 @@ from rolecall.trajectory import SAMPLED_COLUMNS, rows_of
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import decode_tensor
 from tests.integration.rollout_process import PROBE, RolloutProcess, check_sampled_from, group, rollout_process
+from tests.servers import until
 from tests.tiny_models import write_qwen3
 from tests.tiny_tokenizer import EOS_TOKEN_ID
 
@@ -273,21 +274,19 @@ def test_an_engine_that_is_stopped_while_it_samples_is_seen_to_hang_and_an_idle_
     rollout: RolloutProcess,
 ) -> None:
     rollout.publish()
-    time.sleep(1.0)
-    assert not any(busy for busy, _ in moves_in(rollout, 1.0))
+    until(lambda: {busy for busy, _ in moves_in(rollout, 1.0)} == {False}, "a second without work")
     cores = engine_of(rollout)
     with ThreadPoolExecutor(1) as pool:
         sampling = pool.submit(generate, rollout, num_responses=32, max_tokens=400)
-        time.sleep(1.0)
+        until(lambda: {busy for busy, _ in moves_in(rollout, 0.5)} == {True}, "work")
         for core in cores:
             core.suspend()
-        time.sleep(2.0)
-        still = moves_in(rollout, 3.0)
+        until(lambda: len(set(moves_in(rollout, 3.0))) == 1, "work that stands still")
+        ((busy, _),) = set(moves_in(rollout, 1.0))
+        assert busy
         for core in cores:
             core.resume()
-        assert all(busy for busy, _ in still)
-        assert len({progress for _, progress in still}) == 1
-        assert len({progress for _, progress in moves_in(rollout, 1.5)}) > 1
+        until(lambda: len({progress for _, progress in moves_in(rollout, 1.5)}) > 1, "work that gets on")
         assert len(sampling.result()) == 32
 
 

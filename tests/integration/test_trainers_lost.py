@@ -218,7 +218,7 @@ async def test_a_rank_that_dies_within_a_step_is_named_by_the_other(
     command = ranks_alone(config, 2, *overrides)
     async with joined(peer[0], config, command) as actor, training(actor, store, peer[0]):
         actor.processes[rank].kill()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(SLACK_S):
             assert await actor.processes[1 - rank].wait() == RESTART
         told = actor.said(1 - rank)
         assert f"actor failed: rank {rank} of actor is gone; " in told, told
