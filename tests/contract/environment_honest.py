@@ -238,7 +238,7 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
         while True:
             await asyncio.sleep(self.spec.lease_s / 10)
             for name, kept in list(self.open.items()):
-                if kept.num_calls == 0 and time.monotonic() - kept.touched_at > 1.2 * self.spec.lease_s:
+                if kept.num_calls == 0 and time.monotonic() - kept.touched_at > 1.5 * self.spec.lease_s:
                     del self.open[name]
                     self.closed[name] = Closed()
 

@@ -6,7 +6,6 @@ decides.
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,8 +62,7 @@ class Twin:
                 case 100:
                     connection.send(error("it broke", "EXECUTION_ERROR"))
                 case 101:
-                    time.sleep(0.5)
-                    connection.send(observation(total, goal, None))
+                    continue  # it says nothing
                 case 102:
                     connection.send("garbage")
                 case 103:

@@ -1,6 +1,7 @@
 """EnvironmentService over the wire: what `rolecall.environment` serves, and the client that a rollout plays with."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +163,25 @@ async def test_a_session_that_nobody_calls_is_closed_and_one_that_is_called_is_k
 
 
 async def test_work_that_lasts_longer_than_a_lease_keeps_its_session() -> None:
-    async with environment(lease_s=0.2) as (address, _), client_of(address) as client:
+    begun, released = threading.Event(), threading.Event()
+
+    class Working(Counting):
+        def step(self, action: Action) -> str | Answer:
+            begun.set()
+            assert released.wait(60)
+            return super().step(action)
+
+    async with environment(Working, lease_s=1.0) as (address, sessions), client_of(address) as client:
         await client.stub.Reset(reset())
-        with pytest.raises(RoleCallError):
-            await client.stub.Step(step(1, "sleep 1"), timeout=0.1)
-        assert said(await client.stub.Step(step(1, "sleep 1"))) == "1: sleep 1"
+        leaving = asyncio.ensure_future(client.stub.Step(step(1, "a")))
+        await until(begun.is_set)
+        leaving.cancel()
+        await asyncio.sleep(1.5)
+        assert sessions.num_open == 1
+        again = asyncio.ensure_future(client.stub.Step(step(1, "a")))
+        await asyncio.sleep(0.3)  # it arrives, or does so within a lease of the work's end
+        released.set()
+        assert said(await again) == "1: a"
 
 
 @pytest.mark.parametrize(
@@ -323,13 +338,21 @@ async def test_an_environment_that_is_away_is_no_episode_s_fault_and_is_asked_ag
 
 
 async def test_an_environment_that_hangs_on_an_episode_loses_that_one_alone() -> None:
-    async with environment(step_timeout_s=0.5) as (address, sessions), client_of(address) as client:
+    released = threading.Event()
+
+    class Hanging(Counting):
+        def step(self, action: Action) -> str | Answer:
+            assert action.text != "hang" or released.wait(60)
+            return super().step(action)
+
+    async with environment(Hanging, step_timeout_s=1.5) as (address, sessions), client_of(address) as client:
         session = client.session("run/7/0/a-1", GROUP, 1)
         await session.reset(task(), 1)
-        with pytest.raises(EpisodeLostError, match=r"not answered within 0\.5 s"):
-            await session.step("sleep 2", is_cut=False)
+        with pytest.raises(EpisodeLostError, match=r"not answered within 1\.5 s"):
+            await session.step("hang", is_cut=False)
         assert await episode(client, "run/7/1/a-1", 2)
         session.leave()
+        released.set()
         await until(lambda: sessions.num_open == 0)
 
 
@@ -346,7 +369,8 @@ async def test_an_environment_that_was_started_again_lost_its_episodes() -> None
         await client.close()
 
 
-async def test_a_full_environment_ends_the_wait_at_once_and_for_a_while() -> None:
+async def test_a_full_environment_ends_the_wait_at_once_and_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolecall.environment.sessions.RETRY_AFTER_S", 30.0)
     async with environment(max_sessions=1) as (address, _), client_of(address) as one, client_of(address) as other:
         assert await episode_begins(one, "run/7/0/a-1")
         with pytest.raises(EnvironmentAwayError, match="is full"):

@@ -178,7 +178,7 @@ async def test_a_limit_of_the_rate_pauses_for_as_long_as_the_server_asks() -> No
         assert values(await judge.score(items_of("right"))) == [1.0]
         assert judge.trouble == ""
     twin = judge_twin(lambda text: Reply(429, b"slow down", {"retry-after": "100"}))
-    async with component(twin, RUBRIC, timeout_s=0.5) as judge:
+    async with component(twin, RUBRIC, timeout_s=1.5) as judge:
         (first,) = await judge.score(items_of("right"))
         (second,) = await judge.score(items_of("right"))
         assert isinstance(first, Failure)

@@ -58,11 +58,10 @@ def test_a_server_that_does_not_start_is_said_in_words() -> None:
 
 def test_a_server_that_says_nothing_is_ended_and_leaves_nothing_behind(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    silent = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(600)"
     with pytest.raises(EpisodeLostError, match="did not start: TimeoutError"):
-        McpServer([sys.executable, "-c", silent], start_s=3.0)
+        McpServer(["sh", "-c", f"echo $$ > '{pid}'; exec sleep 600"], start_s=3.0)
     assert not [thread for thread in threading.enumerate() if thread.name == "mcp"]
-    assert not Path("/proc", pid.read_text()).exists()
+    assert not Path("/proc", pid.read_text().strip()).exists()
 
 
 def test_a_server_that_only_reads_may_be_shared_and_leaves_nothing_behind() -> None:

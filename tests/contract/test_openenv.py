@@ -106,7 +106,7 @@ def test_tools_are_shown_and_their_calls_are_actions() -> None:
 )
 def test_an_answer_that_is_none_loses_the_episode_and_its_socket_is_never_used_again(text: str, told: str) -> None:
     with serving() as (url, twin):
-        env = game(url, step_timeout_s=0.1)
+        env = game(url, step_timeout_s=0.1 if "Timeout" in told else 60.0)
         env.reset(Task("t"), 0)
         with pytest.raises(EpisodeLostError, match=told):
             env.step(Action(text))
@@ -130,7 +130,10 @@ def test_a_server_without_a_place_or_without_anybody_is_full() -> None:
         game(f"http://127.0.0.1:{free_port()}").reset(Task("t"), 0)
 
 
-async def test_a_rollout_gives_its_group_back_while_the_server_is_full_and_plays_when_it_is_not() -> None:
+async def test_a_rollout_gives_its_group_back_while_the_server_is_full_and_plays_when_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rolecall.environment.openenv.FULL_S", 30.0)
     with serving(places=1) as (url, twin):
         async with environment(lambda: game(url), turn_rewards=True) as (address, _), client_of(address) as client:
             names = [f"run/7/{i}/a-1" for i in range(2)]

@@ -162,7 +162,7 @@ async def test_a_scorer_that_says_when_to_come_back_is_left_alone_until_then() -
 async def test_a_limit_that_lasts_longer_than_a_call_may_is_told_and_not_asked_again() -> None:
     servicer = Refusing("Score", grpc.StatusCode.RESOURCE_EXHAUSTED)
     servicer.retry_after_s = 10_000.0
-    async with bare_server(servicer) as address, client_of(address, timeout_s=0.5, max_attempts=3) as client:
+    async with bare_server(servicer) as address, client_of(address, timeout_s=1.2, max_attempts=3) as client:
         (failure,) = await client.score(items_of("a"))
         assert isinstance(failure, Failure)
         assert (failure.code, failure.retryable) == ("RATE_LIMITED", True)

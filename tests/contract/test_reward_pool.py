@@ -20,6 +20,7 @@ from services.reward.frames import MAX_PAYLOAD_BYTES, FrameBuffer, frame
 from services.reward.pool import WorkerPool
 from tests.contract.reward_peers import items_of, write_user_module
 from tests.file_limits import no_file_is_free
+from tests.waiting import until
 
 BEHAVE = FunctionScorer(target="behaviour:behave", min=0, max=1)
 StartPool = Callable[..., Awaitable[WorkerPool]]
@@ -31,7 +32,7 @@ async def start_pool(tmp_path: Path) -> AsyncIterator[StartPool]:
     folder = write_user_module(tmp_path / "conf")
     async with AsyncExitStack() as stack:
 
-        async def start(num_workers: int = 2, timeout_s: float = 1.0, **scorers: LocalScorer) -> WorkerPool:
+        async def start(num_workers: int = 2, timeout_s: float = 30.0, **scorers: LocalScorer) -> WorkerPool:
             pool = WorkerPool(scorers, dict.fromkeys(scorers, timeout_s), num_workers, folder, scorer_environment(()))
             stack.push_async_callback(asyncio.to_thread, pool.close)
             await pool.start()
@@ -58,14 +59,14 @@ async def test_results_come_in_the_order_of_the_items_whoever_scores_them(start_
 
 
 async def test_a_hung_function_is_killed_at_its_deadline_and_the_others_are_scored(start_pool: StartPool) -> None:
-    pool = await start_pool(num_workers=1, f=BEHAVE)
+    pool = await start_pool(num_workers=1, timeout_s=2.0, f=BEHAVE)
     # it hangs for 60 s
     results = await asyncio.wait_for(pool.score("f", items_of("fine", "hang", "fine", "fine")), 50.0)
     assert codes(results) == ["ok", "TIMEOUT", "ok", "ok"]
     assert results[1].error.retryable, (
         "its worker may have been stopped: the engine asks again before it blames the item"
     )
-    assert "longer than 1 s" in results[1].error.message
+    assert "longer than 2 s" in results[1].error.message
 
 
 async def test_a_function_of_many_is_given_batches(start_pool: StartPool, tmp_path: Path) -> None:
@@ -76,12 +77,15 @@ async def test_a_function_of_many_is_given_batches(start_pool: StartPool, tmp_pa
     assert (tmp_path / "conf" / "batches").read_text().split() == ["4", "4", "2"]
 
 
-@pytest.mark.parametrize(("culprit", "code"), [("exit", "WORKER_DIED"), ("hang", "TIMEOUT")])
+@pytest.mark.parametrize(
+    ("culprit", "code", "timeout_s"),
+    [("exit", "WORKER_DIED", 30.0), ("hang", "TIMEOUT", 1.3)],  # it hangs three times
+)
 async def test_of_a_batch_that_kills_its_worker_the_one_item_fails(
-    start_pool: StartPool, culprit: str, code: str
+    start_pool: StartPool, culprit: str, code: str, timeout_s: float
 ) -> None:
     many = FunctionScorer(target="behaviour:many", min=0, max=1, scope="batch", max_items=4)
-    pool = await start_pool(num_workers=1, many=many)
+    pool = await start_pool(num_workers=1, timeout_s=timeout_s, many=many)
     results = await asyncio.wait_for(pool.score("many", items_of("fine", "fine", culprit, "fine")), 100.0)
     assert codes(results) == ["ok", "ok", code, "ok"]
 
@@ -103,15 +107,15 @@ async def test_a_function_that_compares_is_given_whole_groups(start_pool: StartP
 
 
 async def test_a_catastrophic_regular_expression_is_killed_too(start_pool: StartPool) -> None:
-    pool = await start_pool(num_workers=1, r=PatternScorer(kind="regex", pattern=r"(a+)+$"))
+    pool = await start_pool(num_workers=1, timeout_s=2.0, r=PatternScorer(kind="regex", pattern=r"(a+)+$"))
     results = await pool.score("r", items_of("a" * 64 + "b", "aa", truth="aa"))
     assert codes(results) == ["TIMEOUT", "ok"]
     assert results[1].reward.value == 1.0
 
 
 async def test_a_slow_item_has_a_deadline_of_its_own_not_one_for_the_batch(start_pool: StartPool) -> None:
-    pool = await start_pool(num_workers=1, timeout_s=2.0, f=BEHAVE)
-    assert codes(await pool.score("f", items_of("sleep 1", "sleep 1", "sleep 1"))) == ["ok", "ok", "ok"]
+    pool = await start_pool(num_workers=1, timeout_s=3.0, f=BEHAVE)
+    assert codes(await pool.score("f", items_of(*["sleep 0.2"] * 17))) == ["ok"] * 17
 
 
 @pytest.mark.parametrize("death", ["exit", "sys.exit", "segfault"])
@@ -132,7 +136,7 @@ async def test_killing_idle_workers_loses_nothing(start_pool: StartPool) -> None
 
 
 async def test_a_worker_that_cannot_be_started_for_now_is_started_later(start_pool: StartPool) -> None:
-    pool = await start_pool(num_workers=2, f=BEHAVE)
+    pool = await start_pool(num_workers=2, timeout_s=1.0, f=BEHAVE)
     with no_file_is_free():
         assert codes(await pool.score("f", items_of("hang", "hang"))) == ["TIMEOUT"] * 2  # both workers are killed
         failed = await asyncio.wait_for(pool.score("f", items_of(*["fine"] * 8)), 60.0)
@@ -191,16 +195,18 @@ async def test_a_cancelled_call_gives_its_place_in_the_queue_to_others(start_poo
 
 
 async def test_what_a_killed_function_had_started_ends_with_it(start_pool: StartPool, tmp_path: Path) -> None:
-    pool = await start_pool(num_workers=1, f=BEHAVE)
+    pool = await start_pool(num_workers=1, timeout_s=2.0, f=BEHAVE)
     marker = tmp_path / "pid"
     assert codes(await pool.score("f", items_of(f"child {marker}"))) == ["TIMEOUT"]
     child = int(marker.read_text())
-    for _ in range(100):
-        if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
-            break
-        await asyncio.sleep(0.05)
-    else:
-        pytest.fail("the child of a killed worker lives on")
+    await until(lambda: has_ended(child))
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.mark.parametrize(
@@ -251,7 +257,7 @@ asyncio.run(main())
         children = psutil.Process(service.pid).children(recursive=True)
         assert len(children) == 2
         os.kill(service.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=50)
     assert not alive
 
 

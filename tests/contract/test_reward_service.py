@@ -177,7 +177,7 @@ async def test_a_shadow_is_reported_and_fails_nothing(start_service: StartServic
     async with serving(liar) as external:
         address = await start_service(
             correct={"scorer": {"kind": "exact_match"}},
-            trial={"scorer": {"kind": "external", "address": external}, "weight": 0, "timeout_s": 2.0},
+            trial={"scorer": {"kind": "external", "address": external}, "weight": 0, "timeout_s": 10.0},
             mine={**function("behave"), "weight": 0},
         )
         async with client_of(address, timeout_s=30.0) as client:
@@ -267,7 +267,7 @@ async def test_a_missing_ground_truth_is_bad_data_not_a_zero(start_service: Star
 
 
 async def test_a_hung_component_fails_its_item_by_name_and_in_time(start_service: StartService) -> None:
-    address = await start_service(good={"scorer": {"kind": "json"}}, mine={**function("behave"), "timeout_s": 1.0})
+    address = await start_service(good={"scorer": {"kind": "json"}}, mine={**function("behave"), "timeout_s": 2.0})
     async with client_of(address, timeout_s=50.0) as client:  # it hangs for 60 s
         outcomes = await client.score(items_of("fine", "hang", "fine"))
     assert codes(outcomes) == ["ok", "TIMEOUT", "ok"]

@@ -235,6 +235,18 @@ async def test_a_spent_budget_is_graded_and_truncated(
         await until(lambda: sessions.num_open == 0)
 
 
+async def publish_under_work(
+    rollout: ReplicaUnderTest, mode: rollout_pb2.PauseMode.ValueType = rollout_pb2.PAUSE_MODE_KEEP
+) -> None:
+    """Publishes version 2, for which what is being sampled waits."""
+    rollout.engine.hold = True
+    num_pauses = len(rollout.engine.pauses)
+    publishing = asyncio.create_task(rollout.publish(2, mode=mode))
+    await until(lambda: len(rollout.engine.pauses) > num_pauses or publishing.done())
+    rollout.engine.hold = False
+    await publishing
+
+
 async def test_a_publish_in_the_middle_keeps_episodes_and_their_tokens_say_who_sampled_them(
     store: StoreUnderTest, folder: Path
 ) -> None:
@@ -244,7 +256,7 @@ async def test_a_publish_in_the_middle_keeps_episodes_and_their_tokens_say_who_s
             rollout.admit(4, max_tokens=600)
             await rollout.publish(1)
             await until(lambda: rollout.replica.num_sampled_tokens > 40)
-            await rollout.publish(2)
+            await publish_under_work(rollout)
             groups = await rollout.committed(4)
             versions = set()
             for group in groups:
@@ -266,7 +278,7 @@ async def test_a_publish_in_the_middle_may_hand_episodes_back_or_let_turns_end(
             rollout.admit(4, max_tokens=600)
             await rollout.publish(1)
             await until(lambda: rollout.replica.num_sampled_tokens > 40)
-            await rollout.publish(2, mode=mode)
+            await publish_under_work(rollout, mode)
             metas = [meta for group in await rollout.committed(4) for meta in store.rows.read_meta(group.rows)]
         await until(lambda: sessions.num_open == 0)
     assert {2} <= {span.policy_version for meta in metas for span in meta.spans} <= {1, 2}
@@ -389,6 +401,7 @@ async def test_sessions_of_a_killed_rollout_are_closed_by_whoever_takes_its_grou
 ) -> None:
     async with environment(Talk, max_sessions=16, **TURNS) as (address, sessions):
         async with rollout_in(store, folder, address, token_s=0.05, consumer="rollout-9.dead") as dying:
+            dying.engine.hold = True  # else some may end before all have begun
             dying.admit(2, max_tokens=600)
             await dying.publish(1)
             await until(lambda: sessions.num_open == 8)

@@ -16,7 +16,7 @@ from rolecall.environment import Agent, Answer, Policy
 from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from tests.contract.environment_peers import environment
-from tests.contract.test_rollout_episodes import check_messages, check_row, rollout_in
+from tests.contract.test_rollout_episodes import check_messages, check_row, publish_under_work, rollout_in
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_tokenizer import write_tokenizer
 from tests.waiting import until
@@ -126,7 +126,7 @@ async def test_a_publish_in_the_middle_of_a_run_keeps_it_and_its_tokens_say_who_
             rollout.admit(2, max_tokens=600)
             await rollout.publish(1)
             await until(lambda: rollout.replica.num_sampled_tokens > 40)
-            await rollout.publish(2)
+            await publish_under_work(rollout)
             groups = await rollout.committed(2)
             await until(lambda: sessions.num_open == 0)
     rows = [row for group in groups for row in store.rows.read(group.rows, SAMPLED_COLUMNS)]
@@ -147,7 +147,7 @@ async def test_a_publish_that_aborts_hands_a_run_back_and_it_is_run_again(store:
             rollout.admit(2, max_tokens=600)
             await rollout.publish(1)
             await until(lambda: rollout.replica.num_sampled_tokens > 40)
-            await rollout.publish(2, mode=rollout_pb2.PAUSE_MODE_ABORT)
+            await publish_under_work(rollout, rollout_pb2.PAUSE_MODE_ABORT)
             metas = [meta for group in await rollout.committed(2) for meta in store.rows.read_meta(group.rows)]
         await until(lambda: sessions.num_open == 0)
     assert all(len(meta.episode.turns) == 4 for meta in metas)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import ssl
+import threading
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,7 @@ from services.rollout.harness.endpoint import Endpoint
 from services.rollout.harness.retries import Exchanges
 from tests.contract.environment_peers import environment
 from tests.contract.rollout_replica import ReplicaUnderTest
-from tests.contract.test_rollout_episodes import rollout_in
+from tests.contract.test_rollout_episodes import LetterEngine, rollout_in
 from tests.contract.test_rollout_harness import RUNS, asked, played
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_tokenizer import write_tokenizer
@@ -39,6 +40,8 @@ def folder(tmp_path: Path) -> Path:
 class Repeating(Agent):
     """An agent whose answers get lost, and which also asks again on purpose."""
 
+    all_left: threading.Barrier
+
     def run(self, policy: Policy) -> float | Answer | None:
         body = {"model": policy.model, "messages": SAID}
         url = f"{policy.base_url}/chat/completions"
@@ -48,7 +51,8 @@ class Repeating(Agent):
                 return client.post(url, json=body, headers={name.replace("_", "-"): headers[name] for name in headers})
 
             with pytest.raises(httpx.ReadTimeout):
-                client.post(url, json=body, timeout=0.05)
+                client.post(url, json=body, timeout=httpx.Timeout(60, read=0.1))
+            self.all_left.wait(60)
             first = post().json()
             assert first["id"] == "chatcmpl-1", "its client left without the answer"
             assert post().json()["id"] == "chatcmpl-2", "another sample of the same thought"
@@ -61,10 +65,22 @@ class Repeating(Agent):
         return 0.5
 
 
+class Silent(LetterEngine):
+    """An engine that says nothing before the clients of a group's four agents have left."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.hold = True
+        Repeating.all_left = threading.Barrier(4, self.go_on)
+
+    def go_on(self) -> None:
+        self.hold = False
+
+
 async def test_a_repeated_call_is_answered_once_and_another_sample_is_another(
     store: StoreUnderTest, folder: Path
 ) -> None:
-    for _, meta in await played(store, folder, Repeating, num=1, token_s=0.05):
+    for _, meta in await played(store, folder, Repeating, num=1, engine=Silent):
         tokens = meta.episode.tokens
         assert tokens.num_calls == 4
         assert tokens.num_sampled == tokens.num_trained, "four thoughts about one question are four segments"

@@ -270,8 +270,8 @@ async def test_draining_waits_for_groups_that_end_in_time(rollout: ReplicaUnderT
     rollout.admit(2)
     await rollout.publish(1)
     await rollout.runs(8)
-    call = asyncio.ensure_future(rollout.stub.Drain(rollout_pb2.DrainRequest(ctl=1, finish_s=5)))
-    await asyncio.sleep(0.05)
+    call = asyncio.ensure_future(rollout.stub.Drain(rollout_pb2.DrainRequest(ctl=1, finish_s=60)))
+    await until(lambda: rollout.replica.draining)
     rollout.engine.hold = False
     drained = await call
     assert (drained.num_finished, drained.num_released) == (2, 0)

@@ -317,9 +317,14 @@ async def test_pausing_finishes_keeps_or_aborts_as_asked(rollout: ReplicaUnderTe
     await rollout.publish(1)
     kept = (rollout_pb2.PAUSE_MODE_KEEP, rollout_pb2.PAUSE_MODE_KEEP_CACHE)
     for mode in (*kept, rollout_pb2.PAUSE_MODE_WAIT, rollout_pb2.PAUSE_MODE_ABORT):
+        rollout.engine.hold = True
         call = asyncio.create_task(rollout.generate(8))
         await until(lambda: rollout.engine.num_running >= 8)
-        await rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=mode))
+        rollout.engine.pauses.clear()
+        pausing = asyncio.ensure_future(rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=mode)))
+        await until(lambda: rollout.engine.pauses)
+        rollout.engine.hold = False
+        await pausing
         assert (rollout.engine.num_running == 0) == (mode not in kept)
         await asyncio.sleep(0.05)
         with pytest.raises(UnavailableError):
@@ -453,7 +458,7 @@ async def test_info_says_what_is_held_and_done(rollout: ReplicaUnderTest) -> Non
 
 async def test_health_watchers_see_every_change(rollout: ReplicaUnderTest) -> None:
     watch = cast(Any, health_pb2_grpc.HealthStub)(rollout.channel).Watch(
-        health_pb2.HealthCheckRequest(service=""), timeout=10
+        health_pb2.HealthCheckRequest(service=""), timeout=60
     )
     states = []
 
@@ -462,11 +467,12 @@ async def test_health_watchers_see_every_change(rollout: ReplicaUnderTest) -> No
             states.append(answer.status)
 
     following = asyncio.create_task(follow())
+    up, down = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    await until(lambda: states == [down])
     await rollout.publish(1)
-    await asyncio.sleep(0.1)
+    await until(lambda: states == [down, up])
     await rollout.receive(2)
-    await asyncio.sleep(0.1)
+    await until(lambda: states == [down, up, down])
     watch.cancel()
     await asyncio.gather(following, return_exceptions=True)
-    up, down = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     assert states == [down, up, down]

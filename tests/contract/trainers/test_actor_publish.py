@@ -172,16 +172,17 @@ async def test_a_publish_whose_caller_leaves_frees_the_actor_and_its_receivers(
     store: StoreUnderTest, make_run: MakeRun
 ) -> None:
     ctl = store.ledger.ctl
-    async with served_actor(make_run(), store) as (_, actor):
+    async with served_actor(make_run(), store) as (rig, actor):
         opened = await actor.OpenWeightChannel(
             weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=3, timeout_s=60), timeout=10
         )
         waiting = Rendezvous(opened.address, 1, 1, 10.0)  # the second receiver never comes
         publishing = asyncio.create_task(one(actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=60)))
-        await asyncio.sleep(1.0)
+        await until(lambda: rig.calls.device_thread.num_waiting == 1)
+        await asyncio.sleep(0.5)  # it comes to wait for the receivers
         publishing.cancel()
         await asyncio.gather(publishing, return_exceptions=True)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(40):  # they would wait for 60 s
             await until(lambda: waiting.broken is not None)
             with pytest.raises(ChannelBrokenError, match="its caller left"):
                 await actor.PublishWeights(publish_request(ctl, step=0, version=6), timeout=30)

@@ -4,7 +4,6 @@ real connection, store and model.
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,7 +76,7 @@ class Caller:
 def held(rig: Rig) -> Iterator[None]:
     """Keeps the device at work, so that calls queue up behind it."""
     release = threading.Event()
-    work = asyncio.ensure_future(rig.calls.device_thread.run(lambda: release.wait(20), "held"))
+    work = asyncio.ensure_future(rig.calls.device_thread.run(lambda: release.wait(60), "held"))
     try:
         yield
     finally:
@@ -114,11 +113,14 @@ async def test_calls_that_cross_are_done_one_after_the_other(
     batches.commit(await caller.train(0, batches.sealed(0).digest))
     digest = batches.sealed(1).digest
     await caller.save(1)
+    device = rig.calls.device_thread
     with held(rig):
-        calls = []
-        for call in (caller.save(1, "again"), caller.save(1, "again"), caller.load(), caller.train(1, digest)):
-            calls.append(asyncio.ensure_future(call))
-            await asyncio.sleep(0.2)  # so that they arrive in this order
+        calls = [asyncio.ensure_future(caller.save(1, "again")) for _ in range(2)]
+        await until(lambda: device.num_waiting == 2)  # the second waits for the first
+        calls.append(asyncio.ensure_future(caller.load()))
+        await until(lambda: device.num_waiting == 3)
+        calls.append(asyncio.ensure_future(caller.train(1, digest)))
+        await until(lambda: device.num_waiting == 4)
         assert not any(call.done() for call in calls)
     first, second, loaded, trained = await asyncio.gather(*calls)
     assert first == second
@@ -135,7 +137,7 @@ async def test_a_save_whose_caller_left_is_finished(
     caller = Caller(stub, store.ledger.ctl, tmp_path)
     with held(rig):
         leaving = asyncio.ensure_future(caller.save(0))
-        await asyncio.sleep(0.3)
+        await until(lambda: rig.calls.device_thread.num_waiting == 2)
         leaving.cancel()
         await asyncio.wait({leaving})
     await until(lambda: (caller.path / "trainer.json").exists())
@@ -151,7 +153,7 @@ async def test_what_a_replaced_controller_left_waiting_for_the_device_is_not_don
     batches.commit(await old.train(0, batches.sealed(0).digest))
     with held(rig):
         waiting = [asyncio.ensure_future(call) for call in (old.load(), old.save(1, "late"))]
-        await asyncio.sleep(0.3)
+        await until(lambda: rig.calls.device_thread.num_waiting == 3)
         assert store.replaced() == old.ctl + 1
         offload = asyncio.ensure_future(stub.Offload(OffloadRequest(ctl=old.ctl + 1), timeout=TIMEOUT_S))
         await until(lambda: rig.calls.fence.ctl == old.ctl + 1)
@@ -268,9 +270,10 @@ async def test_a_model_that_is_not_loaded_in_time_is_an_error_that_says_so(
     store: StoreUnderTest, model: Path, tmp_path: Path
 ) -> None:
     settings = RunSettings.model_validate(settings_tree(store, model, tmp_path, controller={"start_timeout_s": 0.2}))
-    device_thread = DeviceThread()
+    device_thread, released = DeviceThread(), threading.Event()
     with pytest.raises(
         DeadlineError, match=r"actor was still loading the model after controller.start_timeout_s = 0.2 s"
     ):
-        await load(ServiceArgs(settings, "actor", "1"), device_thread, lambda hooks: time.sleep(1))
+        await load(ServiceArgs(settings, "actor", "1"), device_thread, lambda hooks: released.wait(60))
+    released.set()
     await device_thread.close()
