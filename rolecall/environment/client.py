@@ -33,6 +33,7 @@ from rolecall.errors import (
     UnavailableError,
     VersionMismatchError,
 )
+from rolecall.rpc import deadlines
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring.backoff import RateLimit
 from rolecall.scoring.client import read_token
@@ -119,7 +120,8 @@ class EnvironmentClient:
     def session(self, name: str, group: str, fence: int) -> "EpisodeSession":
         """A session that is not begun."""
         if self._keeping is None:
-            self._keeping = asyncio.create_task(self._keep())
+            with deadlines.without_deadline():  # it outlives the call for which the first session is begun
+                self._keeping = asyncio.create_task(self._keep())
         session = EpisodeSession(self, name, group, fence)
         self._sessions.add(session)
         return session
@@ -300,7 +302,9 @@ class EpisodeSession:
         if not self._is_begun:
             self._client.ended(self)
             return
-        self._client.ended(self, asyncio.create_task(self._close()))
+        with deadlines.without_deadline():  # who left may have had no time any more
+            closing = asyncio.create_task(self._close())
+        self._client.ended(self, closing)
 
     async def _close(self) -> None:
         request = environment_pb2.CloseRequest(session=self.name)

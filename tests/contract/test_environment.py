@@ -1,6 +1,7 @@
 """EnvironmentService over the wire: what `rolecall.environment` serves, and the client that a rollout plays with."""
 
 import asyncio
+import contextvars
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rolecall.errors import (
     TurnConflictError,
     UnauthenticatedError,
 )
+from rolecall.rpc import deadlines
 from rolecall.rpc.channel import open_channel
 from rolecall.settings import EnvironmentSection, RpcSection
 from rolecall.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
@@ -394,6 +396,21 @@ async def test_a_session_is_kept_while_the_policy_thinks() -> None:
         await until(lambda: wire.num_calls["Step"] >= 3)
         assert said(await session.step("b", is_cut=False)) == "2: b"
         session.leave()
+
+
+@pytest.mark.parametrize("lease_s", [3.0, 600.0])
+async def test_a_session_begun_for_a_call_that_is_over_is_kept_and_closed(lease_s: float) -> None:
+    async with environment(lease_s=lease_s) as (address, sessions), client_of(address) as client:
+        await client.describe()
+        over = contextvars.copy_context()
+        over.run(deadlines.inherit, 0.0)
+        session = over.run(client.session, "run/7/0/a-1", GROUP, 1)
+        await session.reset(task(), 1)
+        if lease_s < 10:
+            await asyncio.sleep(2 * lease_s)
+        assert said(await session.step("a", is_cut=False)) == "1: a"
+        over.run(session.leave)
+        await until(lambda: sessions.num_open == 0)
 
 
 async def test_a_client_that_ends_closes_what_it_opened() -> None:
