@@ -25,7 +25,8 @@ class Fence:
         the store does not know it yet, or no more; StoreUnavailableError.
         """
         if not 0 <= ctl <= self.ctl:
-            self.ctl = max(self.ctl, await asyncio.to_thread(self._read_ctl))  # bounded: by the store's retry_s
+            seen = await asyncio.to_thread(self._read_ctl)  # bounded: by the store's retry_s
+            self.ctl = max(self.ctl, seen)  # as it is now: another call may have seen more meanwhile
         self.require(ctl)
         if ctl > self.ctl:
             raise StoreRolledBackError(
