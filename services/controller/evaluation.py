@@ -126,6 +126,7 @@ class Evaluation:
         results: dict[int, list[_Response]] = {}
         timeout_s = self._settings.rollout.generation_timeout_s
         width = self._width(held_out)
+        left: set[str] = set()
 
         async def work(rollout: Rollout) -> None:
             while queue:
@@ -138,12 +139,15 @@ class Evaluation:
                 except UnavailableError as error:
                     logger.warning("%s leaves the evaluation: %s", rollout.consumer, error)
                     queue.append((index, prompt))
+                    left.add(rollout.consumer)
                     return
                 except RoleCallError as error:
                     logger.warning("evaluation prompt %s failed on %s: %s", request.id, rollout.consumer, error)
 
         holders = [rollout for rollout in self._fleet.rollouts() if rollout.policy_version == policy_version]
-        await asyncio.gather(*(work(rollout) for rollout in holders for _ in range(width)))
+        while queue and holders:  # again, where one left when the others had found nothing to do any more
+            await asyncio.gather(*(work(rollout) for rollout in holders for _ in range(width)))
+            holders = [rollout for rollout in holders if rollout.consumer not in left]
         return [response for index in sorted(results) for response in results[index]]
 
     def _width(self, held_out: HeldOutSet) -> int:

@@ -1,5 +1,6 @@
 """Who is asked in an evaluation, and what is counted of the prompts that nobody answered."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,6 +97,35 @@ async def test_what_a_rollout_that_goes_away_was_asked_others_answer(make_settin
     gone = Replica("r.0", failing={str(i): UnavailableError("gone") for i in range(NUM_PROMPTS)})
     values = await evaluated(make_settings, gone, Replica("r.1"))
     assert gone.asked
+    assert values["eval/held/missing"] == 0
+
+
+async def test_a_prompt_whose_rollout_goes_away_when_the_others_have_done_theirs_is_answered(
+    make_settings: Callable[..., RunSettings],
+) -> None:
+    others_are_done = asyncio.Event()
+
+    class Lingering(Replica):
+        async def Generate(
+            self, request: rollout_pb2.GenerateRequest, timeout: float
+        ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+            await others_are_done.wait()
+            async for answer in super().Generate(request, timeout):
+                yield answer
+
+    class Other(Replica):
+        async def Generate(
+            self, request: rollout_pb2.GenerateRequest, timeout: float
+        ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+            async for answer in super().Generate(request, timeout):
+                yield answer
+            asyncio.get_running_loop().call_later(0.1, others_are_done.set)
+
+    gone = Lingering("r.0", failing={str(i): UnavailableError("gone") for i in range(NUM_PROMPTS)})
+    other = Other("r.1")
+    settings = make_settings(rollout={"max_num_seqs": NUM_RESPONSES})  # one prompt at a time
+    values = await evaluated(lambda: settings, gone, other)
+    assert sorted(other.asked) == ["0", "1", "2"]
     assert values["eval/held/missing"] == 0
 
 
