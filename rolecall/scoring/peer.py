@@ -63,6 +63,7 @@ class Peer:
         try:
             return await call(), called_at
         except RateLimitedError as error:
+            self._breaker.answered()
             self._limit.refused(called_at, float(error.details.get("retry_after_s", 0.0)))
             raise
 
@@ -106,12 +107,16 @@ class Peer:
             self.is_back()
 
     def has_failed(self, error: RoleCallError) -> Failure:
-        """Tells the breaker of a call that nobody answered; returns what that is to an item. A limit of the rate is an
-        answer, and so is a flaw that these items may hit.
+        """Tells the breaker of a call without scores, whether nobody answered it or somebody did; returns what that is
+        to an item. A flaw that these items may hit is an answer. So is a limit of the rate, which `within_limit` has
+        told it of where a call was made.
         """
         failure = self.failure(error)
-        if failure.retryable and not failure.is_blamed and not isinstance(error, RateLimitedError):
-            self._breaker.failed()
+        if not isinstance(error, RateLimitedError):
+            if failure.retryable and not failure.is_blamed:
+                self._breaker.failed()
+            else:
+                self._breaker.answered()
         return failure
 
     def is_silent(self, failure: Failure) -> None:

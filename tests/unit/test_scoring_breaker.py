@@ -1,6 +1,10 @@
 """The circuit breaker before a scorer: transcripts of calls by a clock that tests move."""
 
+import pytest
+
+from rolecall.errors import InvalidInputError, RateLimitedError, RoleCallError
 from rolecall.scoring.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
+from rolecall.scoring.peer import Peer
 
 
 class Clock:
@@ -74,3 +78,21 @@ def test_calls_that_were_under_way_when_it_opened_make_no_pause_longer() -> None
     assert breaker.wait_s() == 0
     breaker.failed()
     assert breaker.wait_s() == 2 * FIRST_PAUSE_S
+
+
+async def test_whatever_a_probe_is_answered_with_closes_it() -> None:
+    async def limited() -> None:
+        raise RateLimitedError("too many")
+
+    for error in (RoleCallError("a flaw"), InvalidInputError("no request"), RateLimitedError("too many")):
+        clock = Clock()
+        peer = Peer(name="mine", address="here", timeout_s=10.0)
+        peer._breaker = opened(clock)
+        clock.now = FIRST_PAUSE_S
+        assert peer.away() is None, "the probe"
+        assert peer.away() is not None
+        if isinstance(error, RateLimitedError):
+            with pytest.raises(RateLimitedError):
+                await peer.within_limit(limited)
+        peer.has_failed(error)
+        assert peer.away() is None
