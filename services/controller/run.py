@@ -37,6 +37,8 @@ TELL_LEASES = 3
 """Leases of patience with a worker that has not heard of the run's end: on a busy machine heartbeats come late."""
 ROLE_POLL_S = 0.25
 """Pause between two looks at a role that is not up yet."""
+CHECKPOINTS = "the checkpoints' folder"
+"""What is waited for as a role is: a recovery reads the newest."""
 
 
 class ControllerRun:
@@ -128,7 +130,8 @@ class ControllerRun:
         """
         parts = self._parts
         shifts, recovering = parts.shifts, self._board.num_recoveries > 0
-        first, then = {"store", *parts.references, *(trainer.name for trainer in parts.trainers)}, {"rollouts"}
+        first = {"store", CHECKPOINTS, *parts.references, *(trainer.name for trainer in parts.trainers)}
+        then = {"rollouts"}
         # A scorer that is away is waited for by its groups, and the run has started with it.
         first |= set() if recovering else {"reward"}
         await shifts.begin(ctl)
@@ -199,6 +202,8 @@ class ControllerRun:
         try:
             if name == "store":
                 await self._threads.call(self._ledger.position)
+            elif name == CHECKPOINTS:
+                await self._threads.call(self._parts.checkpoints.latest)
             elif name == "rollouts":
                 return await self._enough_rollouts()
             elif name == "reward":

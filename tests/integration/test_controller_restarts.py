@@ -9,12 +9,20 @@ from typing import Any
 
 import pytest
 
-from rolecall.errors import BudgetSpentError, ConfigError, InvalidInputError, StoreRolledBackError, WorkerLostError
+from rolecall.errors import (
+    BudgetSpentError,
+    ConfigError,
+    InvalidInputError,
+    StorageUnavailableError,
+    StoreRolledBackError,
+    WorkerLostError,
+)
 from rolecall.scoring.scores import Item
 from rolecall.settings import RunSettings
 from rolecall.store.position import GroupState, RunPosition
 from rolecall.store.rows import Rows
 from rolecall.v1 import controller_pb2 as pb
+from services.controller.durable.run_point import Checkpoints
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.run import RUN_S, Life, LightRun, TwinRun, balance, check_trained_once, parity
 from tests.waiting import until
@@ -61,6 +69,29 @@ async def test_a_batch_that_was_sealed_is_trained_as_it_is_also_under_other_sett
     assert run.actor.trainer.records[0].digest == sealed.digest
     assert run.actor.trainer.trained[:8] == [ref.id for ref in sealed.rows]
     assert len(run.actor.trainer.records) == 3
+
+
+async def test_a_recovery_waits_for_checkpoints_that_are_away(
+    light_run: LightRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look that failed would spend one of `controller.max_recoveries`."""
+    latest, num_looks = Checkpoints.latest, 0
+
+    def away_for_a_while(checkpoints: Checkpoints) -> Any:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks <= 2 * run.settings.controller.max_recoveries:
+            raise StorageUnavailableError("the object store is away")
+        return latest(checkpoints)
+
+    monkeypatch.setattr("services.controller.run.ROLE_POLL_S", 0.02)
+    async with light_run() as run, run.rollout("rollout-0"), run.controller() as life:
+        await life.reaches(1)
+        monkeypatch.setattr(Checkpoints, "latest", away_for_a_while)
+        run.actor.trainer.failures.append(WorkerLostError("the actor died"))
+        await life.ends()
+    assert num_looks > 2 * run.settings.controller.max_recoveries
+    assert balance(run) == (12, 12, 0, 0)
 
 
 async def test_a_batch_whose_columns_are_of_other_settings_asks_for_them(
