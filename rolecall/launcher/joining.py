@@ -15,9 +15,9 @@ from rolecall.v1 import controller_pb2
 _SIDES: dict[str, Side] = {"rollout": "rollouts", "actor": "trainers", "critic": "trainers"}
 """Roles that may wait for their shift."""
 
-REJOIN_GRACE_S = 5.0
-"""Seconds beyond a lease for a worker that had joined to join a controller that was started again; a living one does
-within a heartbeat and a pause or two.
+REJOIN_GRACE_S = 15.0
+"""Seconds beyond a lease for a worker that had joined to join a controller that was started again. A living one looks
+for it every 6 s at the longest (`grpc.max_reconnect_backoff_ms` and its jitter), and tells it with its next heartbeat.
 """
 MIN_START_S = 15.0
 STARTS_PATIENCE = 3.0
