@@ -1,7 +1,6 @@
-# One-line targets; `make help` lists them. LOCK=cuda sets up for NVIDIA GPUs; TORCH_INDEX names an index of CPU builds of torch.
+# One-line targets; `make help` lists them. LOCK=cuda sets up for NVIDIA GPUs, and stays; TORCH_INDEX names an index of CPU builds of torch.
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
-LOCK ?= cpu
 SEED ?= 0
 KILLS ?= 100
 WORKERS ?= 4
@@ -14,8 +13,8 @@ BIN := .venv/bin
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-setup: ## Make .venv from the lock (LOCK=cpu|cuda); the second time it does nothing
-	@$(PYTHON) tools/setup.py --lock $(LOCK)
+setup: ## Make .venv from the lock (LOCK=cpu|cuda; without, that which .venv has, or cpu); the second time it does nothing
+	@$(PYTHON) tools/setup.py $(if $(LOCK),--lock $(LOCK))
 
 quickstart: setup ## Train the sort-digits example through the whole system (SEED=0) and show the curves
 	@$(BIN)/python examples/sort_digits/quickstart.py --seed $(SEED)
@@ -50,7 +49,7 @@ chaos: setup ## Kill, stop and cut a running system (SEED=0, KILLS=100; REAL=fsd
 	@$(BIN)/python -m tests.chaos --seed $(SEED) --kills $(KILLS) $(if $(REAL),--real $(REAL))
 
 images: setup ## Make the images rolecall-{light,trainer,rollout}:dev (LOCK=cpu|cuda); starts a container engine where none answers and Debian's packages can be had
-	@engine="$$(tools/engine.sh)" && eval "$$engine" && tools/images.sh $(LOCK)
+	@engine="$$(tools/engine.sh)" && eval "$$engine" && tools/images.sh $(or $(LOCK),cpu)
 
 compose: images ## Train the sort-digits example in containers, one a role, to its end
 	@eval "$$(tools/engine.sh)" && $(BIN)/python -m tools.compose

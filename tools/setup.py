@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Makes .venv from a lock: exactly what it lists (--no-deps), then RoleCall itself, editable.
 
-Owns .venv and the stamp in it, which makes a second run a no-op until the lock, pyproject.toml or the Python changes.
-Uses the standard library alone. It is not a resolver: requirements/*.txt are complete.
+Owns .venv and the stamp in it, which makes a second run a no-op until the lock, pyproject.toml or the Python changes,
+and says which lock it was made from: that one stays where none is named. Uses the standard library alone. It is not a
+resolver: requirements/*.txt are complete.
 """
 
 import argparse
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / ".rolecall-setup"
 PYTHONS = ((3, 11), (3, 12))
+LOCKS = ("cpu", "cuda")
 
 NO_CPU_TORCH = """
 setup: no CPU build of torch ({pin}) in the package sources that pip is configured with.
@@ -31,8 +33,10 @@ setup: no CPU build of torch ({pin}) in the package sources that pip is configur
 def main() -> int:
     """0 when .venv is as the lock says; 1 with a remedy on stderr otherwise."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lock", default="cpu", choices=["cpu", "cuda"], help="which of requirements/*.txt to install")
-    lock = ROOT / "requirements" / f"{parser.parse_args().lock}.txt"
+    parser.add_argument("--lock", choices=LOCKS, help="which of requirements/*.txt to install; .venv's own, or cpu")
+    stamped = STAMP.read_text() if STAMP.is_file() else ""
+    name = parser.parse_args().lock or next((name for name in LOCKS if stamped.startswith(f"{name} ")), "cpu")
+    lock = ROOT / "requirements" / f"{name}.txt"
     if sys.version_info[:2] not in PYTHONS:
         print(
             f"setup: Python {sys.version.split()[0]} will not do; RoleCall needs 3.11 or 3.12: make setup "
@@ -40,13 +44,13 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    wanted = _fingerprint(lock)
-    if STAMP.is_file() and STAMP.read_text() == wanted:
+    wanted = f"{name} {_fingerprint(lock)}"
+    if stamped == wanted:
         return 0
     print(f"setup: {VENV.name} from {lock.relative_to(ROOT)} with Python {sys.version.split()[0]}", flush=True)
     if not (VENV / "bin" / "python").exists():
         subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
-    STAMP.unlink(missing_ok=True)
+    STAMP.write_text(f"{name} unfinished")
     if not (_install_torch(lock) and _install_lock(lock) and _install_ourselves()):
         return 1
     STAMP.write_text(wanted)
