@@ -40,7 +40,7 @@ _FIRST = (
 )
 _FLEET = (
     "Rollouts join the controller by themselves, so any number may come and go: scale them as you like. They are ready "
-    "while they hold attested weights, which a new one gets when the next step is published."
+    "while they hold attested weights, which a new one gets at once, or at the end of the step in training."
 )
 _STATELESS = "Without a state of its own: scale it as you like."
 _JOINED = (

@@ -95,7 +95,7 @@ class DataSection(Section):
     prompt_field: str = "prompt"
     """Field with the prompt: a string (one user message) or a list of {role, content}."""
     ground_truth_field: str = "ground_truth"
-    """Field with what the scorer compares with; a string."""
+    """Field with what the scorer compares with: a string, or a list of right answers."""
     system_prompt: str | None = None
     """A system message put before every prompt that has none."""
     max_prompt_tokens: PositiveInt = 1024

@@ -204,6 +204,6 @@ class ServiceSection(AddressSection):
     """A role that may use GPUs."""
 
     devices: tuple[int, ...] = ()
-    """GPU indices it may use on its machine, on each of them where its ranks are on several; empty: CPU. No two local
-    roles may share one.
+    """GPU indices it may use on its machine, on each of them where its ranks are on several; empty: CPU. Local
+    rollouts may share one with the trainers, in shifts; no other two local roles may.
     """

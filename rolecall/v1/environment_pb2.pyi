@@ -355,7 +355,7 @@ Global___ImagePart: _TypeAlias = ImagePart  # noqa: Y015
 
 @_typing.final
 class Observation(_message.Message):
-    """One message of the environment. Text that spells a special token of the policy's tokenizer fails its episode."""
+    """One message of the environment. Text that spells a special token of the policy's tokenizer is text."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -24,7 +24,7 @@ void ScoreOne(const ScoreItem& item, ScoreResult* result) {
   result->set_id(item.id());
   const auto expected = WordsOf(item.ground_truth());
   if (expected.empty()) {
-    result->mutable_error()->set_code("NO_GROUND_TRUTH");
+    result->mutable_error()->set_code("BAD_GROUND_TRUTH");
     result->mutable_error()->set_message("there is nothing to compare with");
     return;
   }

@@ -44,7 +44,7 @@ func (*scorer) Score(ctx context.Context, request *pb.ScoreRequest) (*pb.ScoreRe
 func result(item *pb.ScoreItem) *pb.ScoreResult {
 	expected := strings.Fields(item.GroundTruth)
 	if len(expected) == 0 {
-		nothing := &pb.ScoreError{Code: "NO_GROUND_TRUTH", Message: "there is nothing to compare with"}
+		nothing := &pb.ScoreError{Code: "BAD_GROUND_TRUTH", Message: "there is nothing to compare with"}
 		return &pb.ScoreResult{Id: item.Id, Outcome: &pb.ScoreResult_Error{Error: nothing}}
 	}
 	said := map[string]bool{}

@@ -17,7 +17,7 @@ const wordsOf = (text) => text.split(/\s+/).filter((word) => word !== '');
 function result(item) {
   const expected = wordsOf(item.ground_truth);
   if (expected.length === 0) {
-    return { id: item.id, error: { code: 'NO_GROUND_TRUTH', message: 'there is nothing to compare with' } };
+    return { id: item.id, error: { code: 'BAD_GROUND_TRUTH', message: 'there is nothing to compare with' } };
   }
   const said = new Set(wordsOf(item.response_text));
   const found = expected.filter((word) => said.has(word)).length;
