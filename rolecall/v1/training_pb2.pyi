@@ -703,7 +703,7 @@ class GetTrainerInfoResponse(_message.Message):
     worker: _builtins.str
     """"<worker>.<incarnation>" of this process."""
     step: _builtins.int
-    """Steps applied so far."""
+    """Steps applied so far; -1 after a LoadCheckpoint that failed halfway: load one."""
     policy_version: _builtins.int
     """Highest policy version published; -1 when none (or not an actor)."""
     world_size: _builtins.int

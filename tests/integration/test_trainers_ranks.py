@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from rolecall.errors import RowMissingError
+from rolecall.errors import CheckpointMismatchError, OutOfOrderError, RowMissingError
 from rolecall.rpc.channel import open_channel
 from rolecall.training.account.memory import PHASES
+from rolecall.training.serving.applied import TORN
 from rolecall.v1 import actor_pb2_grpc
 from rolecall.v1.training_pb2 import (
     ComputeColumnRequest,
+    GetTrainerInfoRequest,
+    LoadTrainerCheckpointRequest,
     OffloadRequest,
     ProfileRequest,
     SaveTrainerCheckpointRequest,
@@ -92,6 +95,32 @@ async def test_two_ranks_train_what_one_rank_trains_with_rows_of_their_own_or_sh
             )
         written = store.rows.read(rows[index], ["old_logprobs", "response_mask"])
         assert all(np.count_nonzero(read["old_logprobs"]) == read["response_mask"].sum() for read in written)
+
+
+@pytest.mark.thorough("test_two_ranks_train_like_hugging_face_and_their_checkpoint_goes_on_at_one")
+@pytest.mark.timeout(300)
+async def test_a_checkpoint_that_one_rank_cannot_read_is_loaded_on_none(store: StoreUnderTest, tmp_path: Path) -> None:
+    """Each rank reads its own file; the other one's is damaged."""
+    batches = Batches(store, write_qwen3(tmp_path / "policy"))
+    ctl, peer, path = store.ledger.ctl, Peer(), tmp_path / "checkpoints" / "actor"
+    async with serving(peer) as (_, controller):
+        config = write_settings(store, tmp_path / "policy", tmp_path, controller={"address": controller})
+        async with joined(peer, config, ranks_together(config, 2)) as trainer:
+            async with open_channel(trainer.join.address, party()) as channel:
+                actor = actor_pb2_grpc.ActorServiceStub(channel)
+                await train(actor, TrainRequest(ctl=ctl, step=0, digest=batches.sealed(0).digest))
+                await saved(actor, SaveTrainerCheckpointRequest(ctl=ctl, path=str(path), step=1))
+                damaged = path / "rank-00001.safetensors"
+                whole = damaged.read_bytes()
+                damaged.write_bytes(whole[:8] + b"no header" + whole[17:])
+                request = LoadTrainerCheckpointRequest(ctl=ctl, path=str(path))
+                with pytest.raises(CheckpointMismatchError, match=damaged.name):
+                    await actor.LoadCheckpoint(request, timeout=60)
+                assert (await actor.GetInfo(GetTrainerInfoRequest(), timeout=60)).step == TORN
+                with pytest.raises(OutOfOrderError):
+                    await train(actor, TrainRequest(ctl=ctl, step=0, digest="batch-0"))
+                damaged.write_bytes(whole)
+                assert (await actor.LoadCheckpoint(request, timeout=60)).step == 1
 
 
 @pytest.mark.thorough("test_a_step_that_was_asked_for_leaves_a_trace_of_its_operators_and_others_leave_none")

@@ -24,6 +24,8 @@ trainer by one or two.
 """
 
 FILE = "trainer.json"
+TORN = -1
+"""The step of a trainer that began to load a checkpoint and did not come to its end: a recovery loads it again."""
 
 
 @dataclass(frozen=True)

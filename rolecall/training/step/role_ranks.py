@@ -19,7 +19,7 @@ from rolecall.training.engine import Microbatch, StatePart, TokenOutputs, ValueO
 from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.device import require_room
-from rolecall.training.serving.applied import FILE, Applied
+from rolecall.training.serving.applied import FILE, TORN, Applied
 from rolecall.training.serving.background import in_background
 from rolecall.training.serving.hooks import nothing
 from rolecall.training.serving.save_chain import Written
@@ -240,10 +240,13 @@ class TrainerRanks(ColumnRanks):
         mine = files[self.group.rank :: self.group.world_size]
         self.group.agree(lambda: verify(storage, mine, self.context.progressed))
         applied = self.group.agree(lambda: Applied.read(storage))
-        with self.context.memory.phase("checkpoint"):
-            self.context.state.load(storage)
         # Versions never go back, also when a running actor is set back.
-        self.applied = replace(applied, policy_version=max(applied.policy_version, self.applied.policy_version))
+        applied = replace(applied, policy_version=max(applied.policy_version, self.applied.policy_version))
+        # Of no step until every rank has all of it: what is half loaded is trained and published by nobody.
+        self.applied = Applied(step=TORN, policy_version=applied.policy_version)
+        with self.context.memory.phase("checkpoint"):
+            self.group.agree(lambda: self.context.state.load(storage))
+        self.applied = applied
 
     def _move(self, parts: Sequence[training_pb2.StatePart.ValueType], to_host: bool) -> None:
         named = [_PARTS[part] for part in parts]
