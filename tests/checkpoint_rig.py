@@ -10,6 +10,7 @@ from rolecall.checkpoint.storage import open_storage
 from rolecall.training.engine import EngineState
 from rolecall.training.export.export import export
 from rolecall.training.ranks.command_group import CommandGroup
+from rolecall.training.state.checkpoint import read_index
 
 
 def save(engine: EngineState, path: Path) -> tuple[StoredFile, ...]:
@@ -21,7 +22,8 @@ def save(engine: EngineState, path: Path) -> tuple[StoredFile, ...]:
 
 def load(engine: EngineState, path: Path) -> None:
     """Restores it."""
-    engine.load(open_storage(str(path)))
+    storage = open_storage(str(path))
+    engine.load(storage, read_index(storage))
 
 
 def exported(path: Path) -> Path:

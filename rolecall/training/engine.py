@@ -10,7 +10,7 @@ Shape legend: N tokens of one microbatch, all its sequences one after another; S
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
@@ -205,9 +205,10 @@ class EngineState(Protocol):
     def snapshot(self) -> Snapshot:
         """Parameters, optimizer, schedule and RNG as they are now."""
 
-    def load(self, storage: Storage) -> None:
-        """Restores what a snapshot wrote, at any world size. CheckpointMissingError, CheckpointMismatchError,
-        StorageUnavailableError.
+    def load(self, storage: Storage, index: Mapping[str, Any]) -> None:
+        """Restores what a snapshot wrote, at any world size. `index` is what `read_index` says of it, on every rank: a
+        rank that cannot read it must not leave others in a collective. CheckpointMismatchError,
+        StorageUnavailableError: the state is neither the old one nor the new one then.
         """
 
     def offload(self, *parts: StatePart) -> None:

@@ -35,6 +35,7 @@ from rolecall.training.model.files import CHUNK_BYTES, TensorFile, stream_tensor
 from rolecall.training.options import EngineOptions
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.serving.hooks import nothing
+from rolecall.training.state.checkpoint import read_index
 from tests.checkpoint_rig import load, save
 from tests.forks import Talking
 from tests.integration.checkpoint_writer import NUM_FILES, write, write_on
@@ -261,7 +262,7 @@ def test_a_checkpoint_in_an_object_store_is_committed_verified_and_restored(engi
         assert latest is not None
         storage, files = latest.share("actor")
         verify(storage, files, nothing)
-        restored.load(storage)
+        restored.load(storage, read_index(storage))
     first, second = (train_step(each, make_rows(6), token_budget=64, seed=3) for each in (engine, restored))
     assert first == second
 
@@ -336,7 +337,7 @@ def test_a_checkpoint_is_restored_from_any_storage_and_one_of_another_configurat
         "model/tokenizer.json",
     } <= memory.files().keys()
     assert all(file.checksum == hashlib.sha256(memory.read(file.name)).hexdigest() for file in files)
-    restored.load(memory)
+    restored.load(memory, read_index(memory))
     assert torch.equal(torch.rand(3), drawn), "random state is part of it"
     first, second = (train_step(each, make_rows(6), token_budget=64, seed=3) for each in (engine, restored))
     assert first == second
@@ -349,5 +350,5 @@ def test_a_checkpoint_is_restored_from_any_storage_and_one_of_another_configurat
     for change, message in changes:
         memory.write("index.json", functools.partial(_write, json.dumps({**index, **change}).encode()))
         with pytest.raises(CheckpointMismatchError, match=message):
-            restored.load(memory)
+            restored.load(memory, read_index(memory))
     assert np.isfinite(first["loss"])

@@ -267,13 +267,13 @@ class FsdpEngine:
         self._store_moments()
         return snapshot
 
-    def load(self, storage: Storage) -> None:
+    def load(self, storage: Storage, index: checkpoint.Index) -> None:
         """EngineState.load."""
         self._settle()
         self._shards.release()
         self.onload()
         counters = checkpoint.load(
-            storage, self._state(), self.device, self.layout.rank, self.layout.world_size, self._progressed
+            storage, index, self._state(), self.device, self.layout.rank, self.layout.world_size, self._progressed
         )
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
         if self._scale is not None:

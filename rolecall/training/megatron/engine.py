@@ -213,7 +213,7 @@ class MegatronEngine:
         self._store_moments()
         return snapshot
 
-    def load(self, storage: Storage) -> None:
+    def load(self, storage: Storage, index: checkpoint.Index) -> None:
         """EngineState.load."""
         self.onload()
         copies: dict[str, dict[nn.Parameter, torch.Tensor]] = {}
@@ -227,7 +227,7 @@ class MegatronEngine:
 
         state = replace(self._state(copies), prepare=prepare)
         counters = checkpoint.load(
-            storage, state, self.device, self.layout.rank, self.layout.world_size, self._progressed
+            storage, index, state, self.device, self.layout.rank, self.layout.world_size, self._progressed
         )
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
         assert self._optimizer is not None

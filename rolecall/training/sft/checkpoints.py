@@ -15,6 +15,7 @@ from rolecall.settings import SftRunSection
 from rolecall.training.engine import Snapshot
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.serving.background import in_background
+from rolecall.training.state.checkpoint import read_index
 from rolecall.training.step.rank_context import RankContext
 from rolecall.training.step.role_ranks import WRITE_TIMEOUT_S
 
@@ -51,7 +52,8 @@ class SftCheckpoints:
             )
         storage, files = found.share(ROLE)
         group.agree(lambda: verify(storage, files[group.rank :: group.world_size], self._context.progressed))
-        self._context.state.load(storage)
+        index = group.agree(lambda: read_index(storage))
+        group.agree(lambda: self._context.state.load(storage, index))
         return found.step
 
     def save(self, step: int) -> None:

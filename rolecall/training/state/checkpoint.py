@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 
@@ -41,6 +41,8 @@ MODEL = "model"
 PARAMETER = "model/"
 """Beginning of a parameter's key in a rank's file."""
 FORMAT = 2
+Index: TypeAlias = Mapping[str, Any]
+"""What index.json says."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ class Snapshot:
             "source": str(state.source),
             "shapes": {key: list(part.shape) for key, part in parts.items()},
         }
-        self._reached = None if device.type == "cpu" else torch.accelerator.current_stream().record_event()
+        lies_there = any(view.device.type != "cpu" for part in self._parts.values() for view in part.views)
+        self._reached = torch.accelerator.current_stream().record_event() if lies_there else None
         self._lock = threading.Lock()
         self._settled = False
 
@@ -172,12 +175,17 @@ class Snapshot:
 
 
 def load(
-    storage: Storage, state: State, device: torch.device, rank: int, world_size: int, progressed: Callable[[], None]
+    storage: Storage,
+    index: Index,
+    state: State,
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    progressed: Callable[[], None],
 ) -> dict[str, int]:
-    """Restores parameters, the optimizer and random state in place; returns the counters. CheckpointMissingError,
-    CheckpointMismatchError.
+    """Restores parameters, the optimizer and random state in place; returns the counters. CheckpointMismatchError,
+    StorageUnavailableError.
     """
-    index = read_index(storage)
     counters: dict[str, int] = index["counters"]
     if index["notes"] != dict(state.notes):
         raise CheckpointMismatchError(
@@ -212,10 +220,10 @@ def load(
     return counters
 
 
-def read_index(storage: Storage) -> dict[str, Any]:
+def read_index(storage: Storage) -> Index:
     """Reads index.json. CheckpointMissingError, CheckpointMismatchError."""
     try:
-        index: dict[str, Any] = json.loads(storage.read(INDEX))
+        index: Index = json.loads(storage.read(INDEX))
     except FileNotFoundError:
         raise CheckpointMissingError(
             f"{storage.url} holds no complete checkpoint: {INDEX} is missing; name an earlier one"
@@ -231,7 +239,7 @@ def read_index(storage: Storage) -> dict[str, Any]:
     return index
 
 
-def rank_files(index: Mapping[str, Any]) -> list[str]:
+def rank_files(index: Index) -> list[str]:
     """Names of the files that hold the tensors."""
     return [f"rank-{rank:05d}.safetensors" for rank in range(index["world_size"])]
 

@@ -24,6 +24,7 @@ from rolecall.training.serving.background import in_background
 from rolecall.training.serving.hooks import nothing
 from rolecall.training.serving.save_chain import Written
 from rolecall.training.serving.trainer import Progress
+from rolecall.training.state.checkpoint import read_index
 from rolecall.training.step.rank_context import StoreRankContext
 from rolecall.training.step.share import compute_column
 from rolecall.v1 import command_pb2, training_pb2
@@ -240,12 +241,13 @@ class TrainerRanks(ColumnRanks):
         mine = files[self.group.rank :: self.group.world_size]
         self.group.agree(lambda: verify(storage, mine, self.context.progressed))
         applied = self.group.agree(lambda: Applied.read(storage))
+        index = self.group.agree(lambda: read_index(storage))
         # Versions never go back, also when a running actor is set back.
         applied = replace(applied, policy_version=max(applied.policy_version, self.applied.policy_version))
         # Of no step until every rank has all of it: what is half loaded is trained and published by nobody.
         self.applied = Applied(step=TORN, policy_version=applied.policy_version)
         with self.context.memory.phase("checkpoint"):
-            self.group.agree(lambda: self.context.state.load(storage))
+            self.group.agree(lambda: self.context.state.load(storage, index))
         self.applied = applied
 
     def _move(self, parts: Sequence[training_pb2.StatePart.ValueType], to_host: bool) -> None:
