@@ -1,4 +1,4 @@
-"""Arrays to bytes and back: raw little-endian, lengths checked before anything is allocated.
+"""Arrays to bytes and back: raw little-endian, lengths checked before anything is allocated; fields of a data set.
 
 Owns the mapping between protobuf DTypes and numpy dtypes. bfloat16 has no numpy dtype and is refused here: weights
 never travel as Tensors.
@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
+from google.protobuf import json_format, struct_pb2
 from numpy.typing import NDArray
 
 from rolecall.errors import InvalidInputError
@@ -65,3 +66,25 @@ def decode_array(data: bytes, dtype: np.dtype[Any] | str, shape: Sequence[int], 
     raise InvalidInputError(
         f"{what}: {len(data)} bytes do not hold {dtype} {list(shape)}; the writer and the reader disagree on its shape"
     ) from cause
+
+
+EXACT = 2**53
+"""Whole numbers up to it are float64s."""
+
+
+def decode_fields(fields: struct_pb2.Struct) -> dict[str, Any]:
+    """Returns the values of `fields` by name, as JSON's. A Struct knows one kind of number, float64: whole numbers come
+    as int, as they were, where it holds them exactly.
+    """
+    return {name: _whole_numbers(value) for name, value in json_format.MessageToDict(fields).items()}
+
+
+def _whole_numbers(value: Any) -> Any:
+    match value:
+        case float() if abs(value) <= EXACT and value.is_integer():
+            return int(value)
+        case list():
+            return [_whole_numbers(item) for item in value]
+        case dict():
+            return {name: _whole_numbers(item) for name, item in value.items()}
+    return value

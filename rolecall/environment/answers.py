@@ -8,13 +8,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from google.protobuf import json_format
-
 from rolecall.environment.env import Action, Answer, Messages, Opening, Task, Tool, ToolCall
 from rolecall.errors import EpisodeLostError, InvalidInputError
 from rolecall.scoring import scores
 from rolecall.scoring.scores import Message, Score
 from rolecall.v1 import environment_pb2, reward_pb2, trajectory_pb2
+from rolecall.wire import decode_fields
 
 ROLES = ("user",)
 """The roles of an environment that names none."""
@@ -194,7 +193,7 @@ def task_of(task: environment_pb2.Task) -> Task:
         messages=tuple(Message(message.role, message.content) for message in task.messages),
         ground_truth=task.ground_truth,
         other_ground_truths=tuple(task.other_ground_truths),
-        metadata=json_format.MessageToDict(task.metadata) if task.HasField("metadata") else {},
+        metadata=decode_fields(task.metadata) if task.HasField("metadata") else {},
     )
 
 

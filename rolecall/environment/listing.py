@@ -5,14 +5,13 @@ import asyncio
 import json
 from typing import Any, TextIO
 
-from google.protobuf import json_format
-
 from rolecall.address import check_address
 from rolecall.environment.client import DESCRIBE_S, environment_channel
 from rolecall.environment.tasks import PAGE_S, PAGE_TASKS, page_problem, rows_problem
 from rolecall.errors import ConfigError, InvalidInputError, RoleCallError
 from rolecall.settings import EnvironmentSection, RpcSection
 from rolecall.v1 import environment_pb2, environment_pb2_grpc
+from rolecall.wire import decode_fields
 
 
 def tasks(arguments: argparse.Namespace, out: TextIO) -> int:
@@ -67,7 +66,7 @@ def row_of(task: environment_pb2.Task) -> dict[str, Any]:
     truths = [task.ground_truth, *task.other_ground_truths]
     if any(truths):
         row["ground_truth"] = truths[0] if len(truths) == 1 else truths
-    fields = json_format.MessageToDict(task.metadata)
+    fields = decode_fields(task.metadata)
     taken = sorted(fields.keys() & {"uid", "prompt", "ground_truth"})
     if taken:
         raise InvalidInputError(f"task {task.uid!r} has a further field {taken[0]!r}, which is the name of its own")

@@ -13,12 +13,11 @@ from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
-from google.protobuf import json_format
 from numpy.typing import NDArray
 
 from rolecall.errors import InvalidInputError, RoleCallError, ScorerError
 from rolecall.v1 import reward_pb2, trajectory_pb2
-from rolecall.wire import Array, decode_tensor, encode_tensor
+from rolecall.wire import Array, decode_fields, decode_tensor, encode_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class Item:
             ground_truth=item.ground_truth,
             other_ground_truths=tuple(item.other_ground_truths),
             messages=tuple(Message(message.role, message.content) for message in item.messages),
-            metadata=json_format.MessageToDict(item.metadata) if item.HasField("metadata") else {},
+            metadata=decode_fields(item.metadata) if item.HasField("metadata") else {},
             prompt_token_ids=_token_ids(item.prompt_token_ids, "prompt_token_ids"),
             response_token_ids=_token_ids(item.response_token_ids, "response_token_ids"),
             finish_reason=FINISH_REASONS.get(item.finish_reason, "stop"),

@@ -228,6 +228,7 @@ def test_tests_are_read_as_data_sets_write_them(value: object, tests: list[CodeT
         ({"inputs": [1], "outputs": [2], "fn_name": "f"}, "no list of arguments: 1"),
         ({"inputs": ["1\nx"], "outputs": ["2"], "fn_name": "f"}, "not JSON: 1"),
         ({"inputs": ["1"], "outputs": [2], "fn_name": "f"}, "not JSON: 1"),
+        ({"inputs": [[2**53 + 1]], "outputs": [2], "fn_name": "f"}, "9007199254740993, which no float64 is"),
     ],
 )
 def test_what_is_no_test_is_named(value: object, words: str) -> None:

@@ -1,11 +1,15 @@
 """Arrays to bytes and back, and what bytes are refused."""
 
+import json
+from typing import Any
+
 import numpy as np
 import pytest
+from google.protobuf import struct_pb2
 
 from rolecall.errors import InvalidInputError
 from rolecall.v1.tensor_pb2 import DTYPE_INT32, DTYPE_UNSPECIFIED, Tensor
-from rolecall.wire import decode_tensor, encode_tensor
+from rolecall.wire import decode_fields, decode_tensor, encode_tensor
 
 
 @pytest.mark.parametrize("dtype", ["u1", "i2", "i4", "i8", "f2", "f4", "f8", ">i4"])
@@ -41,3 +45,10 @@ def test_bytes_that_are_no_such_tensor_are_refused_by_the_name_of_their_field(
 def test_a_dtype_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"^x: dtype 0 is not one this side reads"):
         decode_tensor(Tensor(dtype=DTYPE_UNSPECIFIED, shape=[1], data=b"1234"), "x")
+
+
+def test_whole_numbers_of_fields_come_back_whole() -> None:
+    fields = struct_pb2.Struct()
+    values: Any = {"big": 1e300, "calls": {"inputs": [[2**53, -1], []], "on": True, "none": None}, "half": 0.5, "n": 3}
+    fields.update(values)
+    assert json.dumps(decode_fields(fields), sort_keys=True) == json.dumps(values, sort_keys=True)
