@@ -199,7 +199,7 @@ class Evaluation:
             metrics.mean(f"{prefix}/truncated", float(is_truncated(response.answer.meta)))
         for score in scored.values():
             metrics.mean(f"{prefix}/reward", score.value)
-            metrics.mean(f"{prefix}/accuracy", float(score.value >= self._settings.reward.solved_at))
+            metrics.mean(f"{prefix}/accuracy", float(_is_solved(score, self._settings.reward.solved_at)))
             for name, value in score.components.items():
                 metrics.mean(f"{prefix}/{name}", value)
         _summarise_prompts(prefix, held_out.section.num_responses, self._settings.reward.solved_at, scored, metrics)
@@ -217,7 +217,7 @@ def _summarise_prompts(
     votes = any(score.answer is not None for score in scored.values())
     shares = list[float]()
     for scores in by_prompt.values():
-        solved_N = np.array([score.value >= solved_at for score in scores])
+        solved_N = np.array([_is_solved(score, solved_at) for score in scores])
         sizes = [k for k in subset_sizes(num_responses) if k <= len(scores)]
         shares.append(float(solved_N.mean()))
         metrics.mean(f"{prefix}/mean@{num_responses}", shares[-1])
@@ -228,6 +228,11 @@ def _summarise_prompts(
                 metrics.mean(f"{prefix}/maj@{k}", chance)
     if len(shares) > 1:
         metrics.max(f"{prefix}/standard_error", stdev(shares) / math.sqrt(len(shares)))
+
+
+def _is_solved(score: Score, solved_at: float) -> bool:
+    """As in training, whose rewards are float32."""
+    return bool(np.float32(score.value) >= np.float32(solved_at))
 
 
 def _token_ids(response: _Response) -> Array:

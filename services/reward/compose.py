@@ -28,17 +28,18 @@ def compose_spec(
     component with a weight is. Those in `routed` apply to some items alone, which their metadata says; items may lack
     the `shadows`.
     """
-    low = high = 0.0
-    components = []
+    lows, highs, components = [], [], []
     for part, spec in specs.items():
         ends = [_scaled(weights[part], bound) for bound in _range(spec.reward)] + [0.0] * (part in routed)
-        low, high = low + min(ends), high + max(ends)
+        lows.append(min(ends))
+        highs.append(max(ends))
         may_be_absent = part in routed or part in shadows
         components.append(_named(part, spec.reward, may_be_absent=may_be_absent))
         components.extend(
             _named(f"{part}/{inner.name}", inner, may_be_absent=may_be_absent or inner.may_be_absent)
             for inner in spec.components
         )
+    low, high = math.fsum(lows), math.fsum(highs)  # rounded once, as `compose` does: no sum of parts exceeds them
     reads = {field for spec in specs.values() for field in spec.reads}
     return reward_pb2.DescribeResponse(
         name=name,
@@ -77,7 +78,7 @@ def compose(
         components[name] = score.value
         components.update({f"{name}/{inner}": value for inner, value in score.components.items()})
     reward = reward_pb2.Reward(
-        value=sum(_scaled(weights[name], score.value) for name, score in scores.items()), components=components
+        value=math.fsum(_scaled(weights[name], score.value) for name, score in scores.items()), components=components
     )
     answers = [score.answer for score in scores.values() if score.answer is not None]
     if answers:

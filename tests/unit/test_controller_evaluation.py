@@ -62,11 +62,11 @@ class Replicas:
 
 
 class Scorer:
-    """Finds every response right."""
+    """Finds every response right, as nearly as a sum of parts may be."""
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Score]:
         """RewardClient.score."""
-        return [Score(1.0) for _ in items]
+        return [Score(1.0 - 2**-53) for _ in items]
 
 
 async def evaluated(make_settings: Callable[..., RunSettings], *replicas: Replica) -> dict[str, float]:

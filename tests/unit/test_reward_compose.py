@@ -52,6 +52,13 @@ def test_the_reward_is_the_weighted_sum_and_its_parts_are_reported_unweighted() 
     assert not result.reward.HasField("token_rewards")
 
 
+@pytest.mark.parametrize("weights", [(0.7, 0.2, 0.1), (0.6, 0.3, 0.1), (0.1,) * 10])
+def test_shares_of_one_add_up_to_one(weights: tuple[float, ...]) -> None:
+    named = {str(index): weight for index, weight in enumerate(weights)}
+    assert compose(ITEM, dict.fromkeys(named, Score(1.0)), named).reward.value == 1.0
+    assert compose_spec("reward", dict.fromkeys(named, spec(0, 1)), named).reward.max == 1.0
+
+
 def test_a_component_that_does_not_apply_is_absent_from_sum_parts_and_range() -> None:
     specs = {"a": spec(0.25, 1.0), "b": spec(-1.0, 0.0)}
     joined = compose_spec("both", specs, {"a": 2.0, "b": 1.0}, routed=("a",))
@@ -303,4 +310,5 @@ def test_an_item_is_made_of_a_trajectory_and_read_back_whole() -> None:
     assert item.prompt_token_ids.tolist() == [5, 6]
     assert item.response_token_ids.tolist() == [7, 8, 9]
     assert item.messages[0].content == "greet"
-    assert item.metadata == {"level": 3.0, "tags": ["a"], "nested": {"x": None}}
+    assert repr(item.metadata["level"]) == "3", "as it was in the data set, though a Struct holds a float64"
+    assert item.metadata == {"level": 3, "tags": ["a"], "nested": {"x": None}}

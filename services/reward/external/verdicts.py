@@ -54,7 +54,8 @@ def worth(votes: Votes, rubric: Rubric) -> float:
             f"its end; the verdicts are {list(rubric.choices)}, and max_tokens bounds an answer"
         )
     if rubric.vote == "mean":
-        return fmean(rubric.choices[vote] for vote in read)
+        worths = [rubric.choices[vote] for vote in read]
+        return min(max(fmean(worths), min(worths)), max(worths))  # rounding leads out of a range
     (verdict, count), *_ = Counter(read).most_common(1)
     if 2 * count > len(votes):
         return rubric.choices[verdict]
