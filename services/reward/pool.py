@@ -3,8 +3,9 @@
 Owns the worker processes and the queue of tasks before them. A task is one item, a batch for a function of many, or a
 group for one that compares. A `WorkerThread` per worker starts it, sends it a few tasks at a time, times the one it is
 on, and kills it when that one is late: that task alone fails with TIMEOUT, the others go back to the head of the queue.
-A worker that dies by itself fails the task it was on with WORKER_DIED. A batch is not failed but cut in two. Knows no
-gRPC and no reward arithmetic.
+A worker that dies by itself fails the task it was on with WORKER_DIED. A batch is not failed but cut in two. What lost
+workers is remembered (losses.py), for its caller may leave before it was tried often enough to be blamed, and send it
+again. Knows no gRPC and no reward arithmetic.
 
 Bounds: MAX_QUEUED_TASKS wait (more are answered OVERLOADED at once); a worker holds at most MAX_TASKS. A task that
 waits is bounded by the deadline of the call it belongs to: a cancelled call's tasks are skipped.
@@ -23,6 +24,7 @@ from rolecall.scoring.scores import error_result
 from rolecall.settings import FunctionScorer
 from rolecall.v1 import reward_pb2
 from services.reward.catalog import LocalScorer, parted
+from services.reward.losses import Losses, key_of
 from services.reward.worker_process import WorkerProcess
 
 WORKER_DIED = "WORKER_DIED"
@@ -65,6 +67,10 @@ class Task:
     may_be_cut: bool
     """Whether parts of it are scored as well: it is a batch."""
 
+    def key(self) -> bytes:
+        """The same whoever sends it, under whatever ids."""
+        return key_of(self.component, self.items)
+
     def finish(self, results: Sequence[reward_pb2.ScoreResult]) -> None:
         """Hands in the results, one per item; the last ones of a call wake the caller. Called under the pool's lock."""
         for place, item, result in zip(self.places, self.items, results, strict=True):
@@ -98,6 +104,7 @@ class Queue:
 
     condition: threading.Condition = field(default_factory=threading.Condition)
     tasks: deque[Task] = field(default_factory=deque)
+    losses: Losses = field(default_factory=Losses)
     closed: bool = False
 
 
@@ -111,9 +118,13 @@ class WorkerPool:
         num_workers: int,
         search_path: Path,
         environment: Mapping[str, str],
+        max_attempts: Mapping[str, int],
     ) -> None:
-        """environment: of the worker processes, whole."""
+        """environment: of the worker processes, whole. max_attempts, of each component: what has lost as many workers
+        is answered at once.
+        """
         self._timeouts_s = dict(timeouts_s)
+        self._max_attempts = dict(max_attempts)
         self._scorers = dict(scorers)
         self._indices = {name: index for index, name in enumerate(scorers)}
         dumped = {name: scorer.model_dump(mode="json") for name, scorer in scorers.items()}
@@ -142,7 +153,7 @@ class WorkerPool:
             Task(call, places, index, [items[place] for place in places], timeout_s, may_be_cut)
             for places in parted(scorer, items)
         ]
-        self._submit(tasks)
+        self._submit(tasks, self._max_attempts[component])
         return await call.future  # bounded: every task has its timeout_s, past which its worker is killed
 
     def close(self) -> None:
@@ -159,11 +170,13 @@ class WorkerPool:
         thread.start()
         await asyncio.to_thread(thread.wait_ready)
 
-    def _submit(self, tasks: list[Task]) -> None:
+    def _submit(self, tasks: list[Task], max_attempts: int) -> None:
         with self._queue.condition:  # bounded: held to look at the queue, never while scoring
             if self._queue.closed:
                 _fail(tasks, "STOPPING", "the reward service is stopping", retryable=True)
                 return
+            if self._queue.losses:
+                tasks = [task for task in tasks if not self._is_blamed(task, max_attempts)]
             room = max(0, MAX_QUEUED_TASKS - len(self._queue.tasks))
             self._queue.tasks.extend(tasks[:room])
             _fail(
@@ -173,6 +186,14 @@ class WorkerPool:
                 retryable=True,
             )
             self._queue.condition.notify_all()
+
+    def _is_blamed(self, task: Task, max_attempts: int) -> bool:
+        """Whether the task has lost so many workers that it is failed here. Called under the pool's lock."""
+        loss = self._queue.losses.get(task.key())
+        if loss is None or loss.number < max_attempts:
+            return False
+        task.fail(loss.code, loss.message, retryable=False)
+        return True
 
 
 class WorkerThread:
@@ -278,6 +299,8 @@ class WorkerThread:
             for results in worker.score(sent):
                 task = tasks.popleft()
                 with self._queue.condition:
+                    if self._queue.losses:
+                        self._queue.losses.forget(task.key())
                     task.finish(results)
         except DeadlineError:
             self._is_to_blame(tasks, TIMEOUT, f"the scorer took longer than {tasks[0].timeout_s:g} s and was stopped")
@@ -294,7 +317,9 @@ class WorkerThread:
         halves = task.halves()
         tasks.extendleft(reversed(halves))
         if not halves:
-            self._fail([task], code, message, retryable=True)
+            with self._queue.condition:  # bounded: held to look at the queue, never while scoring
+                self._queue.losses.note(task.key(), code, message)
+                task.fail(code, message, retryable=True)
 
     def _give_back(self, tasks: deque[Task]) -> None:
         with self._queue.condition:  # bounded: held to look at the queue, never while scoring

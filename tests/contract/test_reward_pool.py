@@ -33,7 +33,8 @@ async def start_pool(tmp_path: Path) -> AsyncIterator[StartPool]:
     async with AsyncExitStack() as stack:
 
         async def start(num_workers: int = 2, timeout_s: float = 30.0, **scorers: LocalScorer) -> WorkerPool:
-            pool = WorkerPool(scorers, dict.fromkeys(scorers, timeout_s), num_workers, folder, scorer_environment(()))
+            timeouts_s, max_attempts = dict.fromkeys(scorers, timeout_s), dict.fromkeys(scorers, 100)
+            pool = WorkerPool(scorers, timeouts_s, num_workers, folder, scorer_environment(()), max_attempts)
             stack.push_async_callback(asyncio.to_thread, pool.close)
             await pool.start()
             return pool
@@ -245,7 +246,8 @@ from services.reward.pool import WorkerPool
 from tests.contract.reward_peers import items_of
 async def main():
     folder, environment = Path({str(folder)!r}), scorer_environment(())
-    pool = WorkerPool({{"f": FunctionScorer(target="behaviour:behave")}}, {{"f": 60.0}}, 2, folder, environment)
+    scorers = {{"f": FunctionScorer(target="behaviour:behave")}}
+    pool = WorkerPool(scorers, {{"f": 60.0}}, 2, folder, environment, {{"f": 3}})
     await pool.start()
     print("ready", flush=True)
     await pool.score("f", items_of("hang", "hang", "hang"))

@@ -275,6 +275,18 @@ async def test_a_hung_component_fails_its_item_by_name_and_in_time(start_service
     assert "component 'mine'" in outcomes[1].message
 
 
+async def test_items_that_hang_for_longer_than_their_caller_waits_are_blamed_when_they_come_again(
+    start_service: StartService,
+) -> None:
+    address = await start_service(mine={**function("behave"), "timeout_s": 1.0, "max_attempts": 3})
+    outcomes: list[Outcome] = []
+    async with client_of(address, timeout_s=1.5, max_attempts=1) as client, asyncio.timeout(50):
+        while not outcomes or any(isinstance(outcome, Failure) and outcome.retryable for outcome in outcomes):
+            outcomes = await client.score(items_of(*["hang"] * 3, "fine"))
+            await asyncio.sleep(0.5)
+    assert codes(outcomes) == ["TIMEOUT"] * 3 + ["ok"]
+
+
 async def test_a_killed_worker_loses_no_score(start_service: StartService, tmp_path: Path) -> None:
     address = await start_service(mine={**function("behave"), "max_attempts": 2})
     async with client_of(address, timeout_s=20.0) as client:
