@@ -3,6 +3,8 @@
 Owns which metrics are shown and how. Reads RunStatus messages and nothing else.
 """
 
+import contextlib
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -227,6 +229,31 @@ class LiveView:
     def close(self) -> None:
         """Stops redrawing; the last table stays."""
         self._live.stop()
+
+
+class Steady:
+    """A view that outlives its stream: where nobody reads it any more, or its disk is full, nothing is shown."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._view = stream, open_view(stream)
+
+    def show(self, status: controller_pb2.RunStatus) -> None:
+        """View.show."""
+        with contextlib.suppress(OSError):
+            self._view.show(status)
+
+    def note(self, text: str) -> None:
+        """View.note."""
+        with contextlib.suppress(OSError):
+            self._view.note(text)
+
+    def close(self) -> None:
+        """View.close."""
+        try:
+            self._view.close()
+            self._stream.flush()
+        except OSError:  # what is left in its buffer would fail Python's own flush, and make an exit code of that
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def render(status: controller_pb2.RunStatus, elapsed_s: float | None = None) -> RenderableType:

@@ -31,7 +31,7 @@ from rolecall.launcher.placed import note_placed
 from rolecall.launcher.plan import plan_workers, prepare_run_dir, resolve, write_config
 from rolecall.launcher.probes import Probes
 from rolecall.launcher.processes import FINAL_CODES, Processes, Worker
-from rolecall.launcher.progress import LONG_WAIT_S, View, open_view
+from rolecall.launcher.progress import LONG_WAIT_S, Steady, View
 from rolecall.launcher.restarts import GivenUp, RestartBudget
 from rolecall.launcher.run_record import INTERRUPTED, keep_record
 from rolecall.launcher.used_store import note_used_store, require_used_store
@@ -75,7 +75,7 @@ def train(settings: RunSettings, *, resume: bool, package: str = "services") -> 
     lock = prepare_run_dir(settings, resume=resume)
     resolved = resolve(settings)
     processes = Processes(resolved.run.dir / "processes.json")
-    view = open_view(sys.stdout)
+    view = Steady(sys.stdout)
     try:
         settle(settings)
         note_placed(settings, resolved)

@@ -1,10 +1,11 @@
 """What the terminal shows of a run."""
 
 import io
+import os
 
 from rich.console import Console
 
-from rolecall.launcher.progress import PlainView, ledger_line, render
+from rolecall.launcher.progress import PlainView, Steady, ledger_line, render
 from rolecall.v1 import controller_pb2, trajectory_pb2
 
 
@@ -21,6 +22,16 @@ def status(step: int, **metrics: float) -> controller_pb2.RunStatus:
         metrics=[trajectory_pb2.Metric(name=name, value=value) for name, value in names.items()],
         workers=[controller_pb2.WorkerStatus(worker="rollout-0", phase="generating", policy_version=4)],
     )
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_says_any_more() -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        os.close(reader)
+        view = Steady(stream)
+        view.note("a line")
+        view.show(status(1))
+        view.close()  # and the stream can be closed, as Python does at its end
 
 
 def test_plain_lines_come_once_per_step() -> None:
