@@ -193,8 +193,8 @@ def _check_carried(value: object, field: str, depth: int = 0) -> None:
             raise ConfigError(f"{field}: nested more than {MAX_DEPTH} deep; flatten it, or write it as text")
         for item in value.values() if isinstance(value, Mapping) else value:
             _check_carried(item, field, depth + 1)
-    elif isinstance(value, int) and abs(value) > sys.float_info.max:
-        raise ConfigError(f"{field}: a whole number beyond what a float64 holds; write it as text")
+    elif isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+        raise ConfigError(f"{field}: a number that no message holds, as NaN or one beyond a float64; write text")
 
 
 def _comparing(reward: RewardSection, metadata: Mapping[str, Any], where: str) -> str | None:
