@@ -166,7 +166,7 @@ class GroupScorer:
         """The names of the components that the scorer gives, sorted."""
         try:
             spec = await self._reward.describe()
-        except (UnavailableError, DeadlineError, RateLimitedError) as error:
+        except RoleCallError as error:  # whatever it is: the scorer has given scores, and is asked again
             raise ScorerUnavailableError(f"{error.reason}: {error.message}") from error
         return sorted(component.name for component in spec.components)
 
