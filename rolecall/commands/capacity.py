@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rolecall.commands.preflight import NOTE
 from rolecall.data.model_files import ModelFacts, max_model_tokens, num_adapter_parameters, num_cached_per_token
-from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts
+from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts, trains_nothing
 from rolecall.errors import ConfigError
-from rolecall.settings import ActorSection, OptimizerSection, RunSettings, TrainerSection
+from rolecall.settings import ActorSection, RunSettings, TrainerSection
 
 PROCESS_BYTES = 2**28
 """The least memory of a process with torch."""
@@ -122,7 +122,7 @@ def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
             "actor", settings.actor, _trained_bytes(settings, settings.actor, facts.num_parameters, weights)
         )
     if settings.critic is not None and settings.critic.address is None:
-        needs += _ranks("critic", settings.critic, _optimized_bytes(settings.actor.optimizer, facts.num_parameters))
+        needs += _ranks("critic", settings.critic, _optimized_bytes(settings, facts.num_parameters))
     for name, section in settings.references.items():
         if section.address is None:
             needs += _ranks(f"reference {name}", section, weights)
@@ -149,16 +149,19 @@ def _ranks(who: str, section: TrainerSection, num_bytes: float) -> list[Need]:
 
 def _trained_bytes(settings: RunSettings, section: ActorSection, num_parameters: int, weights: float) -> float:
     if section.lora is None:
-        return _optimized_bytes(section.optimizer, num_parameters)
+        return _optimized_bytes(settings, num_parameters)
     return weights + _optimized_bytes(
-        section.optimizer, num_adapter_parameters(settings.model.path, section.lora.rank, section.lora.target_modules)
+        settings, num_adapter_parameters(settings.model.path, section.lora.rank, section.lora.target_modules)
     )
 
 
-def _optimized_bytes(optimizer: OptimizerSection, num_parameters: int) -> float:
+def _optimized_bytes(settings: RunSettings, num_parameters: int) -> float:
     """Float32 weights, gradients and moments, of which muon has half as many at the least, and which may wait
     elsewhere.
     """
+    if trains_nothing(settings):
+        return num_parameters * 4
+    optimizer = settings.actor.optimizer
     moments = 0 if optimizer.offload else 8 if optimizer.kind == "adamw" else 4
     return num_parameters * (8 + moments)
 

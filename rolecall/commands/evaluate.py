@@ -81,7 +81,7 @@ def evaluation_settings(
         "num_steps": 0,
     }
     sections["model"] = {**sections.get("model", {}), "path": str(model.resolve())}
-    sections["algorithm"] = {"groups_per_batch": sections.get("algorithm", {}).get("groups_per_batch")}
+    sections["algorithm"] = {"groups_per_batch": 1}
     trackers = sections.get("trackers", {})
     kept = {key: trackers[key] for key in ("num_samples_kept",) if key in trackers}
     sections["trackers"] = {"tensorboard": False, **kept}

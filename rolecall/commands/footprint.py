@@ -142,6 +142,8 @@ def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         batch = settings.algorithm.groups_per_batch * settings.sampling.num_responses
         most = batch * settings.longest_trajectory * CHARS_PER_TOKEN
         yield f"disk (estimate): samples.jsonl grows by up to {in_bytes(most)} a step, whose responses are all kept"
+    if settings.run.num_steps == 0:
+        return  # no checkpoint is made
     storage = open_storage(settings.run.checkpoints)
     adapters = _num_adapter_parameters(settings)
     kept_parameters = (facts.num_parameters if adapters is None else adapters) + (

@@ -97,7 +97,7 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
     size = 4 if settings.model.dtype == "float32" else 2
     weights, shared = facts.num_parameters * size, set(actor.devices)
     references = [section for section in settings.references.values() if shared & set(section.devices)]
-    moments = 4 if actor.optimizer.offload else _MOMENTS
+    moments = 0 if trains_nothing(settings) else 4 if actor.optimizer.offload else _MOMENTS
     adapters = (
         None
         if actor.lora is None
@@ -121,6 +121,11 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
         gpu=min(gpus.values()) if gpus else None,
         configured=rollout.gpu_memory_utilization,
     )
+
+
+def trains_nothing(settings: RunSettings) -> bool:
+    """Whether trainers have neither gradients nor moments: a run of no steps, where the first one makes them."""
+    return settings.run.num_steps == 0 and settings.actor.backend == "fsdp"
 
 
 def check_cpu_sleep(settings: RunSettings) -> None:

@@ -1,6 +1,7 @@
 """What cannot fit a machine is refused with figures; what may is not."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,6 +74,24 @@ def test_roles_on_gpus_are_held_against_the_memory_of_each(make_settings: MakeSe
 def test_gpus_that_nobody_tells_of_are_not_judged(make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     lines(make_settings(actor={"devices": [0]}, rollout={"devices": [[1]]}))
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_run_of_no_steps_has_weights_alone_and_writes_no_checkpoint(
+    make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `rolecall evaluate` makes of a run."""
+    run = {"name": "held-out", "dir": "run", "num_steps": 0}
+    for rollout in ({"devices": [[0]]}, {"devices": [[1]], "kv_cache_bytes": 2**33}):
+        lines(make_settings(run=run, actor={"devices": [0]}, rollout=rollout))
+        with pytest.raises(ConfigError, match="GPU"):
+            lines(make_settings(actor={"devices": [0]}, rollout=rollout))
+    full = SimpleNamespace(free=2**30)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: full)
+    told = list(memory_and_disk(make_settings(run=run), SEVEN_B))
+    assert not any("a checkpoint" in line for line in told)
+    with pytest.raises(ConfigError, match="make room"):
+        list(memory_and_disk(make_settings(), SEVEN_B))
 
 
 @pytest.mark.usefixtures("gpus")

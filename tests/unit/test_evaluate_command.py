@@ -46,6 +46,7 @@ def test_what_belongs_to_training_is_left_out(tmp_path: Path) -> None:
     assert made.store.url is None
     assert (made.trackers.wandb_project, made.trackers.num_samples_kept) == (None, 3)
     assert made.sampling.max_tokens == 64
+    assert made.algorithm.groups_per_batch == 1, "none is made, and the store holds room for some"
     assert made.evaluation.sets["held"].num_responses == 2
     assert made.evaluation.sets["held"].path == tmp_path / "held.jsonl"
 
