@@ -335,10 +335,11 @@ def ranks_command(num_ranks: int, arguments: Sequence[str]) -> tuple[str, ...]:
             "rolecall.training.ranks.torchrun",
             "--nnodes=1",
             f"--nproc-per-node={num_ranks}",
-            "--rdzv-backend=c10d",
-            "--rdzv-endpoint=127.0.0.1:0",
+            "--rdzv-backend=loopback",
+            "--rdzv-endpoint=127.0.0.1",  # unused, and torchrun warns where none is named
+            "--local-addr=127.0.0.1",
+            "-m",
         ]
-        command += ["--local-addr=127.0.0.1", "-m"]
     return (*command, *arguments)
 
 

@@ -4,7 +4,9 @@ stop when asked to.
 
 import gzip
 import json
+import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rolecall.errors import CheckpointMismatchError, OutOfOrderError, RowMissingError
+from rolecall.launcher.plan import ranks_command
 from rolecall.rpc.channel import open_channel
 from rolecall.training.account.memory import PHASES
 from rolecall.training.serving.applied import TORN
@@ -149,3 +152,24 @@ async def test_every_rank_leaves_a_trace_of_a_step_that_is_profiled(store: Store
             names = {event["name"] for event in json.load(file)["traceEvents"]}
         assert {"aten::mm", "forward", "backward", "optimizer"} <= names
         assert any(name.startswith("FSDP::") or "gloo:" in name for name in names)  # and of what the ranks do together
+
+
+def test_ranks_of_one_machine_meet_on_loopback_and_listen_nowhere_else(tmp_path: Path) -> None:
+    script = tmp_path / "listening.py"
+    script.write_text(
+        "import os, psutil\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', init_method='env://')\n"
+        "if dist.get_rank() == 0:\n"
+        "    for process in [psutil.Process(os.getppid()), *psutil.Process(os.getppid()).children()]:\n"
+        "        for each in process.net_connections():\n"
+        "            if each.status == psutil.CONN_LISTEN:\n"
+        "                print('listens', each.laddr.ip, flush=True)\n"
+        "dist.barrier()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = ranks_command(2, ["listening"])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    heard = [line.removeprefix("listens ") for line in done.stdout.splitlines() if line.startswith("listens")]
+    assert set(heard) == {"127.0.0.1"}
+    assert done.stderr == ""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import psutil
 
+from rolecall.launcher.plan import ranks_command
 from rolecall.settings import child_environment
 from rolecall.v1 import controller_pb2
 from tests.contract.peer import Peer
@@ -63,12 +64,11 @@ class Forked:
 
 def ranks_together(config: Path, num_ranks: int, *overrides: str, role: str = "actor") -> list[Command]:
     """A trainer of `num_ranks` ranks on one machine: under a torchrun where there are several."""
-    torchrun = [
-        *(TORCHRUN, "--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=c10d"),
-        *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m"),
-    ]
     words = [str(config), f"--{role}.num_ranks", str(num_ranks), *overrides]
-    return [Command([*torchrun, f"services.{role}", *words]) if num_ranks > 1 else Command(words, role)]
+    if num_ranks == 1:
+        return [Command(words, role)]
+    _python, _, _, *torchrun = ranks_command(num_ranks, [f"services.{role}", *words])
+    return [Command(torchrun)]
 
 
 def ranks_alone(config: Path, num_ranks: int, *overrides: str) -> list[Command]:
