@@ -48,6 +48,7 @@ from rolecall.settings import (
     ReferenceSection,
     RunSettings,
     TrainerSection,
+    visible_gpus,
 )
 from rolecall.trackers import require as require_trackers
 
@@ -384,10 +385,16 @@ def _placement(settings: RunSettings) -> Iterator[str]:
     yield "placement: " + ", ".join(
         f"{name} on {'GPU ' + ' '.join(map(str, devices)) if devices else 'CPU'}" for name, devices, _ in placed
     )
-    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    present, visible = len(list(Path("/dev").glob("nvidia[0-9]*"))), visible_gpus()
     for name, devices, num_ranks in placed:
         if devices and len(devices) != num_ranks:
             raise ConfigError(f"{name} has {len(devices)} GPUs for {num_ranks} ranks; give one each")
+        hidden = set(devices) - set(devices if visible is None else visible)
+        if hidden:
+            raise ConfigError(
+                f"{name} names GPU {min(hidden)}, which CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} "
+                "leaves out; name others, or unset it: devices are the machine's own numbers"
+            )
         if any(device >= present for device in devices):
             raise ConfigError(f"{name} names GPU {max(devices)}; this machine has {present}")
 

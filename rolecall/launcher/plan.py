@@ -241,10 +241,12 @@ def write_config(settings: RunSettings | SftSettings) -> Path:
     """
     path = settings.run.dir / "config.yaml"
     text = yaml.safe_dump(settings.model_dump(mode="json", exclude=_left_out(settings)), sort_keys=False)
+    beside = path.with_suffix(".new")
     with writing("write", path):
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        beside.unlink(missing_ok=True)
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)
+        os.replace(beside, path)
     return path
 
 
@@ -316,6 +318,7 @@ def _worker(
         **role_environment(section, resolved.actor.num_threads),
         # empty for a reward service, which runs code of others: it may not inherit ours
         "ROLECALL_STORE_URL": store_url_of(role) if role in STORE_ROLES else "",
+        "ROLECALL_STORE_URL_FILE": "",
         "ROLECALL_DIE_WITH_PARENT": "1",
     }
     return Worker(

@@ -54,7 +54,7 @@ def compose(tree: dict[str, Any], file: Path) -> dict[str, str]:
         "certificates": _certificates(tree, here, services),
         "environment_tls": "- tls-environment:/run/rolecall/certificates/environment" if _is_ours(here) else "",
         "environment_volume": "tls-environment: {}" if _is_ours(here) else "",
-        "maxmemory": f"{here.store.max_bytes // 2**20}mb",
+        "maxmemory": f"{-(-here.store.max_bytes // 2**20)}mb",
         "port": _PORTS["controller"],
         "trainers": "".join(trainers),
         "rollouts": _rollouts(here, replicas_of(tree)),

@@ -118,6 +118,13 @@ def test_a_mistake_is_named(config: Path, override: str, told: str) -> None:
     assert told in text
 
 
+def test_gpus_that_the_caller_hides_are_not_taken(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    code, text = findings(load_settings(config, ["actor.devices=[0]", "actor.address=null"]))
+    assert code == 2
+    assert "actor names GPU 0, which CUDA_VISIBLE_DEVICES=3 leaves out; name others, or unset it" in text
+
+
 def test_a_host_of_the_weight_channel_must_be_here_where_the_actor_is(config: Path) -> None:
     here = ["actor.address=null", "rollout.num_replicas=1", "weights.host=192.0.2.1"]
     told = "weights.host 192.0.2.1 is not an address of this machine; use"
