@@ -38,6 +38,10 @@ class Tokens:
     """The response's token that ends each step, where steps are rewarded by tokens."""
 
 
+_OF_THE_EPISODE = ("assistant", "tool")
+"""Roles whose words are the policy's, or what it made a tool say."""
+
+
 class Conversations:
     """Items rendered by the reward model's own template, and their scores."""
 
@@ -73,6 +77,12 @@ class Conversations:
             return Failure(
                 "SPECIAL_TOKEN_IN_RESPONSE",
                 f"the response spells {', '.join(found)}, by which it could end its turn and write another's",
+            )
+        earlier = [message.content for message in item.messages if message.role in _OF_THE_EPISODE]
+        if found := sorted(token for token in self._special if any(token in content for content in earlier)):
+            return Failure(
+                "SPECIAL_TOKEN_IN_TURN",
+                f"an earlier turn spells {', '.join(found)}, by which it could end itself and write another's",
             )
         turn = {"role": "assistant", "content": content}
         try:
