@@ -298,7 +298,7 @@ class WorkerThread:
         try:
             for results in worker.score(sent):
                 task = tasks.popleft()
-                with self._queue.condition:
+                with self._queue.condition:  # bounded: held to look at the queue, never while scoring
                     if self._queue.losses:
                         self._queue.losses.forget(task.key())
                     task.finish(results)

@@ -40,7 +40,7 @@ class LoopbackRendezvous(RendezvousHandler):
         self._run_id, self._closed = parameters.run_id, False
         listener = socket.create_server((_HOST, 0))
         port = int(listener.getsockname()[1])
-        self._store = TCPStore(
+        self._store = TCPStore(  # bounded: by nothing to wait for, it is the server
             _HOST, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
         )
 
