@@ -231,7 +231,7 @@ def _summarise_prompts(
 
 
 def _is_solved(score: Score, solved_at: float) -> bool:
-    """As in training, whose rewards are float32."""
+    """Whether the score reaches `solved_at`, both as float32, which rewards are in training."""
     return bool(np.float32(score.value) >= np.float32(solved_at))
 
 

@@ -1,4 +1,4 @@
-"""What lost worker processes, and how often, whoever asked: the last items of which it is so."""
+"""A memory of the items that lost worker processes, and how often, whoever asked for them."""
 
 import hashlib
 from collections import OrderedDict
@@ -13,7 +13,7 @@ MAX_KEPT = 4096
 
 @dataclass(frozen=True)
 class Loss:
-    """What became of the workers that were on an item."""
+    """The workers that an item lost, and how."""
 
     number: int
     code: str
@@ -54,5 +54,5 @@ class Losses:
             self._kept.popitem(last=False)
 
     def forget(self, key: bytes) -> None:
-        """It was scored."""
+        """Drops what has `key`: it was scored."""
         self._kept.pop(key, None)
