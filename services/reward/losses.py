@@ -1,14 +1,17 @@
 """A memory of the items that lost worker processes, and how often, whoever asked for them."""
 
 import hashlib
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rolecall.v1 import reward_pb2
 
 MAX_KEPT = 4096
 """Items that are remembered; of more, those that lost a worker last."""
+LAPSE_S = 600.0
+"""Seconds after which an item is tried once more: workers may have been killed from outside, or stood still."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +19,14 @@ class Loss:
     """The workers that an item lost, and how."""
 
     number: int
+    """Calls in which it lost any: what befalls all workers at once counts once for equal items of a call."""
     code: str
     """Code of the last one's result."""
     message: str
+    call: int
+    """Number of the last of those calls."""
+    at: float
+    """Time of the last, by the memory's clock."""
 
 
 def key_of(component: int, items: Sequence[reward_pb2.ScoreItem]) -> bytes:
@@ -36,22 +44,26 @@ def key_of(component: int, items: Sequence[reward_pb2.ScoreItem]) -> bytes:
 class Losses:
     """A memory of losses by key. Used under a lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._kept: OrderedDict[bytes, Loss] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._kept)
 
-    def get(self, key: bytes) -> Loss | None:
-        """The losses over what has `key`; None where there were none since it was scored last."""
-        return self._kept.get(key)
+    def recent(self, key: bytes) -> Loss | None:
+        """The losses over what has `key`; None where there were none for LAPSE_S, or since it was scored last."""
+        loss = self._kept.get(key)
+        return None if loss is None or self._clock() - loss.at > LAPSE_S else loss
 
-    def note(self, key: bytes, code: str, message: str) -> None:
-        """Counts one more."""
+    def note(self, key: bytes, call: int, code: str, message: str) -> int:
+        """Counts one more, once for each `call`; how many there are."""
         known = self._kept.pop(key, None)
-        self._kept[key] = Loss(1 if known is None else known.number + 1, code, message)
+        number = 1 if known is None else known.number + (known.call != call)
+        self._kept[key] = Loss(number, code, message, call, self._clock())
         while len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
+        return number
 
     def forget(self, key: bytes) -> None:
         """Drops what has `key`: it was scored."""

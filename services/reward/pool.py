@@ -12,11 +12,13 @@ waits is bounded by the deadline of the call it belongs to: a cancelled call's t
 """
 
 import asyncio
+import itertools
 import json
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from rolecall.errors import DeadlineError, RoleCallError, UnavailableError, WorkerLostError
@@ -49,6 +51,8 @@ STOP_POLL_S = 0.05
 class Call:
     """A caller's wait for all its items."""
 
+    number: int
+    """Its own among the pool's calls."""
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[list[reward_pb2.ScoreResult]]"
     results: list[reward_pb2.ScoreResult | None]
@@ -64,9 +68,12 @@ class Task:
     component: int
     items: Sequence[reward_pb2.ScoreItem]
     timeout_s: float
+    max_attempts: int
+    """When it has lost so many workers it fails for good."""
     may_be_cut: bool
     """Whether parts of it are scored as well: it is a batch."""
 
+    @cached_property
     def key(self) -> bytes:
         """The same whoever sends it, under whatever ids."""
         return key_of(self.component, self.items)
@@ -125,6 +132,7 @@ class WorkerPool:
         """
         self._timeouts_s = dict(timeouts_s)
         self._max_attempts = dict(max_attempts)
+        self._numbers = itertools.count()
         self._scorers = dict(scorers)
         self._indices = {name: index for index, name in enumerate(scorers)}
         dumped = {name: scorer.model_dump(mode="json") for name, scorer in scorers.items()}
@@ -145,15 +153,23 @@ class WorkerPool:
         if not items:
             return []
         loop = asyncio.get_running_loop()
-        call = Call(loop, loop.create_future(), [None] * len(items), len(items))
+        call = Call(next(self._numbers), loop, loop.create_future(), [None] * len(items), len(items))
         index, timeout_s = self._indices[component], self._timeouts_s[component]
         scorer = self._scorers[component]
         may_be_cut = isinstance(scorer, FunctionScorer) and scorer.scope == "batch"
         tasks = [
-            Task(call, places, index, [items[place] for place in places], timeout_s, may_be_cut)
+            Task(
+                call,
+                places,
+                index,
+                [items[place] for place in places],
+                timeout_s,
+                self._max_attempts[component],
+                may_be_cut,
+            )
             for places in parted(scorer, items)
         ]
-        self._submit(tasks, self._max_attempts[component])
+        self._submit(tasks)
         return await call.future  # bounded: every task has its timeout_s, past which its worker is killed
 
     def close(self) -> None:
@@ -170,13 +186,16 @@ class WorkerPool:
         thread.start()
         await asyncio.to_thread(thread.wait_ready)
 
-    def _submit(self, tasks: list[Task], max_attempts: int) -> None:
+    def _submit(self, tasks: list[Task]) -> None:
+        if self._queue.losses:
+            for task in tasks:
+                _ = task.key  # made before the lock is taken
         with self._queue.condition:  # bounded: held to look at the queue, never while scoring
             if self._queue.closed:
                 _fail(tasks, "STOPPING", "the reward service is stopping", retryable=True)
                 return
             if self._queue.losses:
-                tasks = [task for task in tasks if not self._is_blamed(task, max_attempts)]
+                tasks = [task for task in tasks if not self._is_blamed(task)]
             room = max(0, MAX_QUEUED_TASKS - len(self._queue.tasks))
             self._queue.tasks.extend(tasks[:room])
             _fail(
@@ -187,10 +206,10 @@ class WorkerPool:
             )
             self._queue.condition.notify_all()
 
-    def _is_blamed(self, task: Task, max_attempts: int) -> bool:
+    def _is_blamed(self, task: Task) -> bool:
         """Whether the task has lost so many workers that it is failed here. Called under the pool's lock."""
-        loss = self._queue.losses.get(task.key())
-        if loss is None or loss.number < max_attempts:
+        loss = self._queue.losses.recent(task.key)
+        if loss is None or loss.number < task.max_attempts:
             return False
         task.fail(loss.code, loss.message, retryable=False)
         return True
@@ -298,9 +317,9 @@ class WorkerThread:
         try:
             for results in worker.score(sent):
                 task = tasks.popleft()
+                key = task.key if self._queue.losses else b""
                 with self._queue.condition:  # bounded: held to look at the queue, never while scoring
-                    if self._queue.losses:
-                        self._queue.losses.forget(task.key())
+                    self._queue.losses.forget(key)
                     task.finish(results)
         except DeadlineError:
             self._is_to_blame(tasks, TIMEOUT, f"the scorer took longer than {tasks[0].timeout_s:g} s and was stopped")
@@ -318,8 +337,8 @@ class WorkerThread:
         tasks.extendleft(reversed(halves))
         if not halves:
             with self._queue.condition:  # bounded: held to look at the queue, never while scoring
-                self._queue.losses.note(task.key(), code, message)
-                task.fail(code, message, retryable=True)
+                number = self._queue.losses.note(task.key, task.call.number, code, message)
+                task.fail(code, message, retryable=number < task.max_attempts)
 
     def _give_back(self, tasks: deque[Task]) -> None:
         with self._queue.condition:  # bounded: held to look at the queue, never while scoring
