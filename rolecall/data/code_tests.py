@@ -35,8 +35,6 @@ def read_tests(value: Any) -> list[CodeTest]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise ValueError("text that is not JSON") from None
-    else:
-        _require_exact(value)
     function = None
     if isinstance(value, Mapping):
         function, value = value.get("fn_name"), _pairs(value)
@@ -51,15 +49,6 @@ def require_language(tests: Sequence[CodeTest], language: LanguageSection) -> No
         raise ValueError("code, which needs scorer.language.end")
     if language.call is None and any(test.function for test in tests):
         raise ValueError("calls of a function (fn_name), which need scorer.language.call")
-
-
-def _require_exact(value: Any) -> None:
-    """ValueError when a whole number would be rounded on its way to the scorer, which gets a float64."""
-    if isinstance(value, Mapping | list):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            _require_exact(part)
-    elif isinstance(value, int) and float(value) != value:
-        raise ValueError(f"the whole number {value}, which no float64 is; write all tests as text of JSON")
 
 
 def _pairs(value: Mapping[str, Any]) -> list[dict[str, Any]]:

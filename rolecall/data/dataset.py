@@ -180,6 +180,10 @@ def _parse(row: dict[str, Any], where: str, default_uid: str, data: DataSection,
         messages = (("system", data.system_prompt), *messages)
     known = {data.prompt_field, data.ground_truth_field, UID_FIELD}
     metadata = {key: value for key, value in row.items() if key not in known and value is not None}
+    for part in reward.components.values():
+        if isinstance(part.scorer, CodeScorer) and isinstance(tests := metadata.get(part.scorer.tests), Mapping):
+            # as text: a message knows float64 alone, and calls are made with the numbers that were written
+            metadata[part.scorer.tests] = json.dumps(tests, default=str)
     for name, value in metadata.items():
         _check_carried(value, f"{where}, field {name!r}")
     truths = _ground_truths(row, where, data, _comparing(reward, metadata, where))
