@@ -5,7 +5,7 @@ nowhere else.
 import logging
 import re
 
-from math_verify import parse, verify
+from math_verify import LatexExtractionConfig, parse, verify
 
 from rolecall.errors import BadGroundTruthError
 
@@ -13,8 +13,14 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every ca
 
 _MARKS = re.compile(r"\$|\\\(|\\\[|\\boxed")
 """What begins LaTeX in prose."""
+_MEASURE = re.compile(
+    r"[-+]?\d[\d,]*(\.\d+)?(/\d+)?\s+(?!(or|and|sqrt|sin|cos|tan|log|ln|pi|exp)\b)([A-Za-z]{2,}|[A-Za-z]+/[A-Za-z]).*",
+    re.DOTALL,
+)
+"""A number and what it counts, in words."""
 _POWER = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d+)")
 """A number as programs write it, which math-verify does not know."""
+_AS_LATEX = [LatexExtractionConfig()]
 
 
 def math_equal(response_text: str, ground_truth: str) -> tuple[float, str | None]:
@@ -35,12 +41,15 @@ def math_equal(response_text: str, ground_truth: str) -> tuple[float, str | None
 
 def _parse_truth(text: str) -> list[object]:
     """The whole expression. math-verify finds one in prose, so of LaTeX that nothing marks as such it reads a number in
-    it: 2 of 2\\sqrt{3}.
+    it: 2 of 2\\sqrt{3}. Words of measure would be factors in LaTeX.
     """
-    if number := _POWER.fullmatch(text.strip()):
+    bare, marked = text.strip(), f"${text}$"
+    if number := _POWER.fullmatch(bare):
         return _parse(f"${number[1]} \\cdot 10^{{{number[2]}}}$")
-    marked = f"${text}$"
-    return _parse(text) or _parse(marked) if _MARKS.search(text) else _parse(marked) or _parse(text)
+    is_prose = _MARKS.search(text) or _MEASURE.fullmatch(bare)
+    if not is_prose and parse(marked, _AS_LATEX, fallback_mode="no_fallback", parsing_timeout=None):
+        return _parse(marked)
+    return _parse(text) or _parse(marked)
 
 
 def _written(found: list[object]) -> str | None:
