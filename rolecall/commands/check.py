@@ -9,6 +9,7 @@ something. Estimates say that they are.
 import io
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -385,11 +386,12 @@ def _placement(settings: RunSettings) -> Iterator[str]:
     yield "placement: " + ", ".join(
         f"{name} on {'GPU ' + ' '.join(map(str, devices)) if devices else 'CPU'}" for name, devices, _ in placed
     )
-    present, visible = len(list(Path("/dev").glob("nvidia[0-9]*"))), visible_gpus()
+    present, named = len(list(Path("/dev").glob("nvidia[0-9]*"))), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = None if re.search("[A-Za-z]", named) else visible_gpus()  # names of GPUs say nothing of numbers
     for name, devices, num_ranks in placed:
         if devices and len(devices) != num_ranks:
             raise ConfigError(f"{name} has {len(devices)} GPUs for {num_ranks} ranks; give one each")
-        hidden = set(devices) - set(devices if visible is None else visible)
+        hidden = set() if visible is None else set(devices) - set(visible)
         if hidden:
             raise ConfigError(
                 f"{name} names GPU {min(hidden)}, which CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} "
