@@ -78,7 +78,9 @@ class Conversations:
                 "SPECIAL_TOKEN_IN_RESPONSE",
                 f"the response spells {', '.join(found)}, by which it could end its turn and write another's",
             )
-        earlier = [message.content for message in item.messages if message.role in _OF_THE_EPISODE]
+        roles = [message.role for message in item.messages]
+        begins = next((place for place, role in enumerate(roles) if role in _OF_THE_EPISODE), len(roles))
+        earlier = [message.content for message in item.messages[begins:]]  # an environment may echo what was said
         if found := sorted(token for token in self._special if any(token in content for content in earlier)):
             return Failure(
                 "SPECIAL_TOKEN_IN_TURN",
