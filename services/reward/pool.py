@@ -52,7 +52,7 @@ class Call:
     """A caller's wait for all its items."""
 
     number: int
-    """Its own among the pool's calls."""
+    """Number of the call, its own in the pool."""
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[list[reward_pb2.ScoreResult]]"
     results: list[reward_pb2.ScoreResult | None]
