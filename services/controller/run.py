@@ -37,7 +37,7 @@ TELL_LEASES = 3
 """Leases of patience with a worker that has not heard of the run's end: on a busy machine heartbeats come late."""
 ROLE_POLL_S = 0.25
 """Pause between two looks at a role that is not up yet."""
-CHECKPOINTS = "the checkpoints' folder"
+CHECKPOINTS = "the checkpoints' storage"
 """What is waited for as a role is: a recovery reads the newest."""
 
 

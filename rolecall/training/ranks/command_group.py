@@ -5,7 +5,8 @@ Owns the command group and what crosses it: commands, agreement on errors, small
 collectives of the model, which belong to the engine's group. A follower never waits without a deadline: while idle,
 rank 0 sends a keep-alive every device_thread.KEEP_ALIVE_S.
 
-Errors: work that touches no collective runs under `agree`. When it fails on any rank with a RoleCallError, every rank
+Errors: work that touches no collective, or fails after its last one or on all ranks alike, as the loading of a
+checkpoint, runs under `agree`. When it fails on any rank with a RoleCallError, every rank
 raises one and the group goes on. Any other error ends its process; the other ranks see it go (watch.py) and end, and
 the role restarts from its checkpoint.
 """
