@@ -149,9 +149,11 @@ def pack(have: set[str], arch: int, wheels: Path, archive: Path) -> None:
                 continue
             print(path.name, flush=True)
             with zipfile.ZipFile(path) as wheel:
-                for name in wheel.namelist():
-                    if not name.endswith("/") and not DROPPED.match(name):
-                        _add(tar, name, _member(name, wheel.read(name), arch))
+                for member in wheel.infolist():
+                    name = member.filename
+                    if not member.is_dir() and not DROPPED.match(name):
+                        mode = 0o755 if member.external_attr >> 16 & 0o100 else 0o644  # a store's server is run
+                        _add(tar, name, _member(name, wheel.read(name), arch), mode)
 
 
 def _member(name: str, data: bytes, arch: int) -> bytes:
@@ -168,9 +170,9 @@ def _member(name: str, data: bytes, arch: int) -> bytes:
         return Path(file.name).read_bytes()
 
 
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+def _add(tar: tarfile.TarFile, name: str, data: bytes, mode: int) -> None:
     info = tarfile.TarInfo(name)
-    info.size, info.mode = len(data), 0o644
+    info.size, info.mode = len(data), mode
     tar.addfile(info, io.BytesIO(data))
 
 

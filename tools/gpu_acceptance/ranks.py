@@ -47,6 +47,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "sequence": {"sequence": 2},
     "tensor": {"tensor": 2},
 }
+SAVED = ("shard", "hsdp")
+"""Layouts whose ranks save a checkpoint. Of hsdp's, one has nothing to write."""
 NUM_STEPS = 3
 BOUNDS: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 1e-2}
 """Largest relative gap of losses, gradient norms and weights."""
@@ -197,12 +199,13 @@ def _check_checkpoints(stage: Stage, seen: dict[str, Any]) -> None:
     would."""
     folder, found = stage.folder, stage.found
     alone = make_engine(folder / "float32", "float32", stage.device, {})
-    load(alone, folder / "two")
-    theirs = load_file(folder / "two.safetensors")
-    found.require(
-        "one rank loads other weights than two ranks saved",
-        all(torch.equal(theirs[name], tensor) for name, tensor in weights_of(alone).items()),
-    )
+    for layout in reversed(SAVED):  # what is sent below are the first one's
+        load(alone, folder / layout)
+        theirs = load_file(folder / f"float32-{layout}.safetensors")
+        found.require(
+            f"one rank loads other weights than two ranks saved, {layout}",
+            all(torch.equal(theirs[name], tensor) for name, tensor in weights_of(alone).items()),
+        )
     named = dict(alone.named_weights())
     expected = digest(build_manifest(iter(named.items()), 2**20), [fingerprint(tensor) for tensor in named.values()])
     found.require("two ranks sent other weights", seen["sent"] == expected)
@@ -230,10 +233,9 @@ def main() -> None:
             weights = weights_of(engine)
             if rank == 0:
                 save_file(weights, folder / f"{dtype}-{layout}.safetensors")
-            if (dtype, layout) == ("float32", "shard"):
-                save(engine, folder / "two")
-                if rank == 0:
-                    save_file(weights, folder / "two.safetensors")
+            if dtype == "float32" and layout in SAVED:
+                save(engine, folder / layout)
+            if (dtype, layout) == ("float32", SAVED[0]):
                 seen["sent"] = _send(engine, folder, rank, device)
             if (dtype, layout) == ("float32", "tensor"):
                 seen["back"] = _loads_back(engine, folder)
@@ -260,12 +262,12 @@ def _send(engine: FsdpEngine, folder: Path, rank: int, device: torch.device) -> 
 
 
 def _loads_back(engine: FsdpEngine, folder: Path) -> bool:
-    """Whether these two ranks have, to the bit, the weights that another layout of two ranks saved, and those that one
+    """Whether these two ranks have, to the bit, the weights that other layouts of two ranks saved, and those that one
     rank saved."""
     same = []
-    for name in ("two", "one"):
+    for name, weights in {"one": "one", **{layout: f"float32-{layout}" for layout in SAVED}}.items():
         load(engine, folder / name)
-        theirs = load_file(folder / f"{name}.safetensors")
+        theirs = load_file(folder / f"{weights}.safetensors")
         same += [torch.equal(theirs[key], tensor) for key, tensor in weights_of(engine).items()]
     return all(same)
 
