@@ -69,11 +69,16 @@ async def serving(settings: RunSettings, config: RolloutConfig, num_batches: int
 
 
 def bare_arguments(config: RolloutConfig) -> Any:
-    """The rollout's arguments, with weights from disk and no way to change them."""
+    """The rollout's arguments, with weights from disk and no way to change them, and vLLM's own scheduler."""
     from services.rollout.engine import engine_args
 
     return dataclasses.replace(
-        engine_args(config), load_format="auto", weight_transfer_config=None, worker_extension_cls=""
+        engine_args(config),
+        load_format="auto",
+        weight_transfer_config=None,
+        worker_extension_cls="",
+        scheduler_cls=None,
+        scheduling_policy="fcfs",
     )
 
 

@@ -26,7 +26,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import ModelRegistry
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -49,7 +49,7 @@ from services.rollout.sampling import (
     SampleRequest,
     VersionSpan,
 )
-from services.rollout.scheduler import PRIORITY, PROBE_PRIORITY, UseLog
+from services.rollout.scheduler import PRIORITY, PROBE_PRIORITY, UseLog, logprobs_of
 from services.rollout.sleeper import Sleeper
 
 _FINISH_REASONS = {"stop": trajectory_pb2.FINISH_REASON_STOP, "length": trajectory_pb2.FINISH_REASON_LENGTH}
@@ -144,7 +144,7 @@ class VllmEngine:
         async with self._places:  # bounded: by generation_timeout_s of whoever asks, as what is inside
             prompt = tokens_input(list(request.prompt_token_ids), cache_salt=str(self._num_loads))
             output = await self._final(prompt, params, request.request_id, PRIORITY)
-        sample = _sample(output.outputs[0], request)
+        sample = _sample(output, request)
         return sample if self._mixture is None else replace(sample, routing=_routing(output, self._mixture))
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
@@ -163,13 +163,13 @@ class VllmEngine:
 
     async def _probed(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         logprobs, decoded = await self._probe(token_ids, max(num_decoded, 1))
-        sampled = list(decoded.token_ids)[:num_decoded]
+        sampled = list(decoded.outputs[0].token_ids)[:num_decoded]
         if not sampled:
             return Probed(logprobs, np.zeros(0, np.float32), np.zeros(0, np.float32))
         prefilled, _ = await self._probe([*token_ids, *sampled], 1)
-        return Probed(logprobs, _logprobs(decoded)[:num_decoded], prefilled[len(token_ids) :])
+        return Probed(logprobs, logprobs_of(decoded)[:num_decoded], prefilled[len(token_ids) :])
 
-    async def _probe(self, token_ids: Sequence[int], num_tokens: int) -> tuple[Array, CompletionOutput]:
+    async def _probe(self, token_ids: Sequence[int], num_tokens: int) -> tuple[Array, RequestOutput]:
         """The logprobs of `token_ids`, float32 [T], and the `num_tokens` tokens that are sampled after them."""
         self._num_probes += 1
         params = SamplingParams(
@@ -188,7 +188,7 @@ class VllmEngine:
         if given is None or len(given) != len(token_ids):
             raise GenerationError("the engine returned no prompt logprobs for the probe")
         prompt = [0.0, *(entry[token].logprob for entry, token in zip(given[1:], token_ids[1:], strict=True))]
-        return np.array(prompt, dtype=np.float32), output.outputs[0]
+        return np.array(prompt, dtype=np.float32), output
 
     async def _final(self, prompt: Any, params: SamplingParams, request_id: str, priority: int) -> RequestOutput:
         final: RequestOutput | None = None
@@ -383,24 +383,29 @@ def sampling_params(request: SampleRequest, eos_token_ids: Sequence[int]) -> Sam
     )
 
 
-def _sample(output: CompletionOutput, request: SampleRequest) -> Sample:
-    if output.finish_reason == "abort":
+def _sample(output: RequestOutput, request: SampleRequest) -> Sample:
+    (completion,) = output.outputs
+    if completion.finish_reason == "abort":
         raise UnavailableError(f"request {request.request_id} was aborted by a pause; ask again")
-    token_ids = tuple(output.token_ids)
-    spans = tuple(VersionSpan(int(span.version), span.start, span.end) for span in output.weight_versions or ())
-    if output.finish_reason not in _FINISH_REASONS or not token_ids or not spans or spans[-1].end != len(token_ids):
+    token_ids = tuple(completion.token_ids)
+    spans = tuple(VersionSpan(int(span.version), span.start, span.end) for span in completion.weight_versions or ())
+    if completion.finish_reason not in _FINISH_REASONS or not token_ids or not spans or spans[-1].end != len(token_ids):
         raise GenerationError(
-            f"vLLM ended request {request.request_id} with {output.finish_reason!r}, {len(token_ids)} tokens and "
-            f"versions {output.weight_versions}"
+            f"vLLM ended request {request.request_id} with {completion.finish_reason!r}, {len(token_ids)} tokens and "
+            f"versions {completion.weight_versions}"
         )
     logprobs = np.zeros(len(token_ids), dtype=np.float32)
     if request.sampling.temperature != 0:
-        logprobs = _logprobs(output)
+        logprobs = logprobs_of(output)
+        if len(logprobs) != len(token_ids):
+            raise GenerationError(
+                f"vLLM gave {len(logprobs)} logprobs of {len(token_ids)} tokens of request {request.request_id}"
+            )
         if not np.isfinite(logprobs).all():
             raise GenerationError(
                 f"vLLM gave a logprob that is not finite for request {request.request_id}; look at the weights"
             )
-    return Sample(token_ids, logprobs, spans, _FINISH_REASONS[output.finish_reason])
+    return Sample(token_ids, logprobs, spans, _FINISH_REASONS[completion.finish_reason])
 
 
 def _routing(output: RequestOutput, mixture: Mixture) -> Array:
@@ -415,9 +420,3 @@ def _routing(output: RequestOutput, mixture: Mixture) -> Array:
         )
     encoded = mixture.encode(routed)
     return np.concatenate([encoded, encoded[-1:]])
-
-
-def _logprobs(output: CompletionOutput) -> Array:
-    """float32 [n] of the tokens sampled."""
-    given = output.logprobs
-    return np.array([given.logprobs[start] for start in given.start_indices], dtype=np.float32)

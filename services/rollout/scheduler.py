@@ -1,25 +1,33 @@
-"""vLLM's scheduler, with two things more: while a pause holds all other requests, a probe is computed, and a block that
-was planned and never computed is given to nobody. And the log of what it says of itself.
+"""vLLM's scheduler, with three things more: while a pause holds all other requests, a probe is computed; a block that
+was planned and never computed is given to nobody; and logprobs leave the engine's process once a response, not once a
+token. And the log of what it says of itself.
 
 Were the scheduler to go on for it, whatever a publish has paused would go on, too: keys and values of all of it, as
 many as a step takes at each of the probe's steps, under weights that nobody has attested, and to be dropped again.
 """
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from vllm.outputs import RequestOutput
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from rolecall.v1 import rollout_pb2
+from rolecall.wire import Array
 
 PRIORITY, PROBE_PRIORITY = 0, -1
 """Priorities of requests; lower goes first."""
+_LOGPROBS = "logprobs"
 
 
 class _Probing:
@@ -73,17 +81,66 @@ class _Probing:
         return self._pause_state is PauseState.PAUSED_NEW and first is not None and first.priority == PROBE_PRIORITY
 
 
-class _ProbingScheduler(_Probing, Scheduler):  # type: ignore[misc]
+class _Gathering:
+    """A Scheduler that keeps the logprobs of sampled tokens until their response ends, and sends them with its last
+    output, as `logprobs_of` reads them.
+
+    vLLM slices, encodes, decodes and files three arrays for every token of every request: of 256 requests at a time
+    that takes as long as all else it does on a host.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._gathered: dict[str, list[float]] = {}
+        """The logprobs so far of every request that asked for them."""
+
+    def add_request(self, request: Any) -> None:
+        """Takes a request in."""
+        super().add_request(request)  # type: ignore[misc]
+        if request.sampling_params.logprobs is not None:
+            self._gathered[request.request_id] = []
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, sampled: ModelRunnerOutput) -> dict[int, Any]:
+        """Tells those who asked, by their index, what a step sampled."""
+        logprobs, sampled.logprobs = sampled.logprobs, None
+        told: dict[int, Any] = super().update_from_output(scheduler_output, sampled)  # type: ignore[misc]
+        if logprobs is not None:
+            self._gather(logprobs, sampled.req_id_to_index, [each for one in told.values() for each in one.outputs])
+        for request_id in scheduler_output.finished_req_ids:  # also those that ended without a last output
+            self._gathered.pop(request_id, None)
+        return told
+
+    def _gather(self, logprobs: LogprobsLists, rows: Mapping[str, int], outputs: Sequence[EngineCoreOutput]) -> None:
+        values = logprobs.logprobs[:, 0].tolist()  # the sampled token's comes first
+        starts = logprobs.cu_num_generated_tokens
+        for output in outputs:
+            gathered = self._gathered.get(output.request_id)
+            if gathered is None or not output.new_token_ids:
+                continue
+            row = rows[output.request_id]
+            start = row if starts is None else starts[row]
+            gathered += values[start : start + len(output.new_token_ids)]
+            if output.finished:
+                # Of all that vLLM hands through, the one field that may hold anything.
+                output.kv_transfer_params = {_LOGPROBS: np.array(gathered, np.float32).tobytes()}
+
+
+def logprobs_of(output: RequestOutput) -> Array:
+    """float32 [n] of the tokens of a response that asked for logprobs."""
+    return np.frombuffer((output.kv_transfer_params or {})[_LOGPROBS], np.float32)
+
+
+class _RolloutScheduler(_Probing, _Gathering, Scheduler):  # type: ignore[misc]
     pass
 
 
-class _AsyncProbingScheduler(_Probing, AsyncScheduler):  # type: ignore[misc]
+class _AsyncRolloutScheduler(_Probing, _Gathering, AsyncScheduler):  # type: ignore[misc]
     pass
 
 
 def scheduler(*, vllm_config: Any, **others: Any) -> Scheduler:
     """Returns what `scheduler_cls` names: of the kind that the engine is started with."""
-    kind = _AsyncProbingScheduler if vllm_config.scheduler_config.async_scheduling else _ProbingScheduler
+    kind = _AsyncRolloutScheduler if vllm_config.scheduler_config.async_scheduling else _RolloutScheduler
     return kind(vllm_config=vllm_config, **others)
 
 

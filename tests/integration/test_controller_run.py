@@ -171,15 +171,16 @@ async def test_a_rollout_that_replaces_the_only_one_inside_a_step_gets_the_weigh
     assert run.actor.trainer.publishes[:2] == [(0, 0), (0, 1)]
 
 
-async def test_a_pause_that_outlasts_the_stall_timeout_is_no_stall_also_after_a_restart(
+async def test_a_pause_that_outlasts_the_stall_timeout_is_no_stall_after_restarts(
     light_run: LightRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with light_run() as run, run.rollout("rollout-0"):
+        async with run.controller() as life:
+            await life.stub.PauseRun(pb.PauseRunRequest())
+            await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
         monkeypatch.setattr(awaiting, "_patience_s", lambda settings: 0.1)
-        for start in range(2):
+        for _ in range(2):
             async with run.controller() as life:
-                if start == 0:
-                    await life.stub.PauseRun(pb.PauseRunRequest())
                 await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
                 assert not (await asyncio.wait([life.running], timeout=0.5))[0], life.running.exception()
         monkeypatch.undo()

@@ -5,6 +5,7 @@ not.
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm import AsyncEngineArgs, SamplingParams
@@ -13,14 +14,14 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreEventType
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.metrics.stats import IterationStats
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from services.rollout.scheduler import PRIORITY, PROBE_PRIORITY, UseLog, scheduler
+from services.rollout.scheduler import PRIORITY, PROBE_PRIORITY, UseLog, logprobs_of, scheduler
 from tests.tiny_models import write_qwen3
 
 BLOCK = 16
@@ -75,8 +76,9 @@ def add(
     *,
     token: int = 1,
     arrival_time: float | None = None,
+    logprobs: int | None = None,
 ) -> None:
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
     hasher = get_request_block_hasher(BLOCK, sha256)
     prompt = [token] * num_tokens
     scheduling.add_request(
@@ -91,7 +93,7 @@ def step(scheduling: Any) -> dict[str, int]:
     return dict(planned.num_scheduled_tokens)
 
 
-def end(scheduling: Any, planned: SchedulerOutput) -> Any:
+def end(scheduling: Any, planned: SchedulerOutput, logprobs: LogprobsLists | None = None) -> Any:
     """The outputs of a step come."""
     names = list(planned.num_scheduled_tokens)
     requests = [scheduling.requests.get(name) for name in names]
@@ -103,6 +105,7 @@ def end(scheduling: Any, planned: SchedulerOutput) -> Any:
             sampled_token_ids=[
                 [] if each and each.num_computed_tokens < each.num_prompt_tokens else [7] for each in requests
             ],
+            logprobs=logprobs,
         ),
     )
 
@@ -197,3 +200,42 @@ def test_blocks_that_were_planned_and_not_computed_are_given_to_nobody(tmp_path:
     assert step(scheduling) == {"late": 2 * BLOCK, "early": BLOCK}
     assert step(scheduling) == {"early": 1}, "which needs a block, when the other has just got the last two"
     assert step(scheduling) == {"late": 3 * BLOCK}, "all that was not computed"
+
+
+def test_logprobs_come_with_the_last_output_of_those_that_asked_for_them(scheduling: Any) -> None:
+    lengths = {"a": 3, "ended": 8, "greedy": 4, "b": 5}
+    for name, max_tokens in lengths.items():
+        add(scheduling, name, PRIORITY, max_tokens=max_tokens, logprobs=None if name == "greedy" else 0)
+    drawn: dict[str, list[float]] = {name: [] for name in lengths}
+    last: dict[str, EngineCoreOutput] = {}
+    while scheduling.has_unfinished_requests():
+        planned = scheduling.schedule()
+        rows = np.random.default_rng(len(drawn["a"]) + len(drawn["b"])).random((MOST, 1)).astype(np.float32)
+        told = end(scheduling, planned, LogprobsLists(np.full((MOST, 1), 7), -rows, np.ones(MOST)))
+        for output in told[0].outputs:
+            assert output.new_logprobs is None
+            row = list(planned.num_scheduled_tokens).index(output.request_id)
+            drawn[output.request_id].append(-float(rows[row, 0]))
+            if output.finished:
+                last[output.request_id] = output
+            else:
+                assert output.kv_transfer_params is None
+        if len(drawn["ended"]) == 2:
+            scheduling.finish_requests("ended", RequestStatus.FINISHED_ABORTED)
+    assert {name: len(drawn[name]) for name in last} == {"a": 3, "greedy": 4, "b": 5}
+    for name in ("a", "b"):
+        assert logprobs_of(last[name]).tolist() == drawn[name]
+    assert last["greedy"].kv_transfer_params is None
+    step(scheduling)  # which says what has ended
+    assert not scheduling._gathered
+
+
+def test_a_request_that_fails_has_no_logprobs(scheduling: Any) -> None:
+    add(scheduling, "a", PRIORITY, logprobs=0)
+    add(scheduling, "b", PRIORITY, max_tokens=1, logprobs=0)
+    scheduling.grammar_compile_error_reqs.add("a")
+    told = end(scheduling, scheduling.schedule(), LogprobsLists(np.full((2, 1), 7), np.zeros((2, 1)), np.ones(2)))
+    _, whole, failed = told[0].outputs
+    assert failed.finish_reason == FinishReason.ERROR
+    assert failed.kv_transfer_params is None
+    assert logprobs_of(whole).tolist() == [0.0]

@@ -110,6 +110,21 @@ def test_all_layers_and_all_lengths_share_their_graphs(models: dict[str, Path]) 
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 
+@pytest.mark.parametrize("way", ["kept", "adapters"])
+def test_graphs_hold_no_number_on_the_host(models: dict[str, Path], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        given.extend(each for each in inputs if isinstance(each, torch.Tensor))
+        return graph.forward
+
+    monkeypatch.setattr("torch.compile", partial(torch.compile, backend=backend))
+    kind, more = WAYS[way]
+    trained(make_engine(models[kind], torch_compile=True, **more))
+    assert given
+    assert not [each for each in given if each.dim() == 0]
+
+
 def test_what_moves_activations_is_not_compiled_with_them(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,11 @@
 """A library keeps its size and the device code of one kind of GPU."""
 
 import struct
+import tarfile
+import zipfile
+from pathlib import Path
 
-from tools.gpu_vllm import pruned
+from tools.gpu_vllm import pack, pruned
 
 PTX, BINARY = 1, 2
 WANTED = b"bfloat16, heads of 64: ELi64ENS7_10bfloat16_t"
@@ -37,3 +40,14 @@ def test_of_attention_kernels_few_are_kept_and_helpers_all() -> None:
     assert [kind in found for kind in kinds] == [False, False, False, True, True]
     assert len(found) == len(library)
     assert pruned("vllm/_C.abi3.so", library, 90) == library
+
+
+def test_what_is_run_of_a_wheel_may_be_run(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "store-1.0-py3-none-any.whl", "w") as wheel:
+        for name, mode in {"store/server": 0o755, "store/__init__.py": 0o644, "store/types.pyi": 0o644}.items():
+            member = zipfile.ZipInfo(name)
+            member.external_attr = mode << 16
+            wheel.writestr(member, "")
+    pack(set(), 90, tmp_path, tmp_path / "all.tar.xz")
+    with tarfile.open(tmp_path / "all.tar.xz") as tar:
+        assert {member.name: member.mode for member in tar} == {"store/server": 0o755, "store/__init__.py": 0o644}

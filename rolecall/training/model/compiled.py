@@ -39,7 +39,8 @@ def compiling() -> Iterator[None]:
     """
     compilers = min(MAX_COMPILERS, len(os.sched_getaffinity(0)))
     with (
-        torch._dynamo.config.patch(suppress_errors=True),
+        # Else a layer's numbers (an adapter's scale) are tensors on the host, computed by kernels in C++.
+        torch._dynamo.config.patch(suppress_errors=True, specialize_float=True),
         torch._inductor.config.patch(compile_threads=compilers, fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
