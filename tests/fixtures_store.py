@@ -101,7 +101,7 @@ class StoreUnderTest:
         return self.worker(consumer)
 
     def stage(self, claim: Claim, expiry_s: int = 60) -> CommittedGroup:
-        """Writes the rows of `claim`, each of four tokens, and names them."""
+        """Writes the rows of `claim`, each of four tokens, two of them sampled, and names them."""
         num_responses = claim.group.num_responses
         refs = [
             self.rows.ref(f"{claim.group.gid}/{i}", claim.token, 4)
@@ -111,7 +111,9 @@ class StoreUnderTest:
             {"token_ids": np.arange(4, dtype=np.int32) + i, "response_mask": np.array([0, 0, 1, 1], np.uint8)}
             for i in range(len(refs))
         ]
-        metas = [TrajectoryMeta(id=ref.id, gid=claim.group.gid, index=i) for i, ref in enumerate(refs)]
+        metas = [
+            TrajectoryMeta(id=ref.id, gid=claim.group.gid, index=i, num_prompt_tokens=2) for i, ref in enumerate(refs)
+        ]
         self.rows.stage_many(refs, columns, metas, expiry_s)
         tokens = EpisodeTokens(num_calls=len(refs), num_sampled=2 * len(refs), num_trained=2 * num_responses)
         if claim.group.greedy_response:

@@ -104,6 +104,11 @@ class Score:
     response takes no part in a vote.
     """
 
+    @property
+    def total(self) -> float:
+        """The value and all token rewards together: what an episode returned whose turns are rewarded, too."""
+        return self.value if self.token_rewards is None else math.fsum([self.value, *self.token_rewards.tolist()])
+
 
 @dataclass(frozen=True)
 class Failure:

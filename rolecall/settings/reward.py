@@ -329,7 +329,7 @@ class RewardSection(ServiceSection):
     that one needs (rolecall/settings/environment.py).
     """
     solved_at: float = 1.0
-    """A response counts as accurate when its reward is at least this."""
+    """A response counts as accurate when its reward is at least this, without what its tokens or turns earned."""
     timeout_s: PositiveFloat = 60.0
     """Deadline of one Score call of the controller."""
     max_attempts: PositiveInt = 3

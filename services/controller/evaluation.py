@@ -198,7 +198,7 @@ class Evaluation:
             metrics.mean(f"{prefix}/response_tokens", response.num_tokens)
             metrics.mean(f"{prefix}/truncated", float(is_truncated(response.answer.meta)))
         for score in scored.values():
-            metrics.mean(f"{prefix}/reward", score.value)
+            metrics.mean(f"{prefix}/reward", score.total)
             metrics.mean(f"{prefix}/accuracy", float(_is_solved(score, self._settings.reward.solved_at)))
             for name, value in score.components.items():
                 metrics.mean(f"{prefix}/{name}", value)

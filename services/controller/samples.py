@@ -29,7 +29,7 @@ def samples(rows: Rows, step: int, groups: Sequence[ScoredGroup], number: int | 
             prompt = prompts.setdefault(group.gid, meta.prompt)  # which its other rows lack
             components = {name: float(values[i]) for name, values in group.components.items()}
             applying = {name: value for name, value in components.items() if not math.isnan(value)}
-            score = Score(float(group.rewards_G[i]), applying)
+            score = Score(float(group.totals_G[i]), applying)
             yield sample(step, "train", meta, prompt, score, int(group.num_response_tokens_G[i]))
 
 
@@ -51,7 +51,7 @@ def sample(
         "prompt": [[said.role, said.content] for said in (*prompt.messages, *meta.episode.messages)],
         "response": meta.response_text,
         "ground_truth": prompt.ground_truth,
-        "reward": None if score is None else score.value,
+        "reward": None if score is None else score.total,
         "components": {} if score is None else dict(score.components),
         "response_tokens": num_response_tokens,
         "finish_reason": meta.episode.ended_by or FINISH_REASONS[meta.finish_reason],

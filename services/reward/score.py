@@ -156,7 +156,7 @@ def table_of(outcomes: Sequence[Outcome], solved_at: float) -> dict[str, dict[st
     """
     scores = [outcome for outcome in outcomes if isinstance(outcome, Score)]
     names = sorted({name for score in scores for name in score.components})
-    table = {"reward": _statistics([score.value for score in scores])} | {
+    table = {"reward": _statistics([score.total for score in scores])} | {
         name: _statistics([score.components[name] for score in scores if name in score.components]) for name in names
     }
     if scores:

@@ -30,9 +30,8 @@ def scored(store: StoreUnderTest, group: CommittedGroup) -> ScoredGroup:
     size, noise = len(metas), np.random.default_rng(group.gid).normal(size=len(metas))
     rewards = np.array([meta.episode.reward.value for meta in metas]) + noise
     truncated = np.array([is_truncated(meta) for meta in metas])
-    return ScoredGroup(
-        group.gid, tuple(group.rows), 0, rewards.astype(np.float32), {}, np.full(size, 1, np.int32), truncated, 0, 0, 0
-    )
+    raw = rewards.astype(np.float32)
+    return ScoredGroup(group.gid, tuple(group.rows), 0, raw, raw, {}, np.full(size, 1, np.int32), truncated, 0, 0, 0)
 
 
 def trained(

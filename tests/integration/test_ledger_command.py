@@ -149,7 +149,7 @@ def test_it_tells_the_life_of_a_group_and_of_a_trajectory(
     ):
         assert words in told
     assert "dropped    as scorer_error; no answer" in ask(capsys, str(run_dir), "--id", "1")[1]
-    assert "trajectory 0/1: 0 + 0 tokens" in ask(capsys, str(run_dir), "--id", "0/1")[1]
+    assert "trajectory 0/1: 2 + 0 tokens" in ask(capsys, str(run_dir), "--id", "0/1")[1]
     store.ledger.sweep(store.rows, 1)
     assert "its row is deleted" in ask(capsys, str(run_dir), "--id", "0/1")[1]
     events = [json.loads(line)["event"] for line in ask(capsys, str(run_dir), "--id", "1", "--json")[1].splitlines()]

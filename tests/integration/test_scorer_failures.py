@@ -261,7 +261,7 @@ class Described(Liar):
             for part in self.spec.components:
                 result.reward.components[part.name] = 0.5
             if self.spec.token_rewards:
-                result.reward.token_rewards.CopyFrom(encode_tensor(np.zeros(4, np.float32)))
+                result.reward.token_rewards.CopyFrom(encode_tensor(np.zeros(2, np.float32)))
 
 
 async def test_a_reward_that_an_earlier_attempt_left_in_a_row_is_the_groups(
@@ -274,6 +274,32 @@ async def test_a_reward_that_an_earlier_attempt_left_in_a_row_is_the_groups(
         scored = await scorer.score(group)
     kept = [float(row["reward"][0]) for row in store.rows.read(list(group.rows), ["reward"])]
     assert scored.rewards_G.tolist() == kept == [0.25] + [0.5] * (len(group.rows) - 1)
+
+
+async def test_what_tokens_earn_tells_responses_apart_and_is_told_but_is_no_success(
+    store: StoreUnderTest, make_settings: MakeSettings
+) -> None:
+    scorer_of_steps = Described(token_rewards=True)
+
+    def reward_steps(response: reward_pb2.ScoreResponse) -> None:
+        for index, result in enumerate(response.results):
+            result.reward.value = 0.5
+            tokens([0.5 * index, 0.25])(result)
+
+    scorer_of_steps.lie = reward_steps
+    group = new_group(store)
+    async with serving(scorer_of_steps) as address, scoring(store, make_settings, address) as scorer:
+        scored = await scorer.score(group)
+        again = await scorer.score(group)
+    size = len(group.rows)
+    for each in (scored, again):
+        assert each.rewards_G.tolist() == [0.5] * size
+        assert each.totals_G.tolist() == [0.75 + 0.5 * index for index in range(size)]
+        assert each.has_signal
+    rows = [{"token_ids": np.zeros(1), "response_mask": np.ones(1), "rollout_logprobs": np.zeros(1)}] * size
+    measured = of_batch(make_settings(), 0, [scored], rows, {}).values()
+    assert measured["reward/mean"] == pytest.approx(0.75 + 0.25 * (size - 1))
+    assert measured["reward/accuracy"] == measured["groups/without_signal"] == 0
 
 
 async def test_a_component_that_does_not_apply_is_absent_from_rows_and_measures(
@@ -386,7 +412,7 @@ async def test_token_rewards_that_are_not_finite_or_of_another_length_write_noth
     liar = Described(token_rewards=True)
     async with serving(liar) as address, scoring(store, make_settings, address) as scorer:
         group = new_group(store)
-        for lie in (tokens([0, 0, math.nan, 0]), tokens([0.0] * 3), tokens([0.0] * 4, "int32"), lambda result: None):
+        for lie in (tokens([0, math.nan]), tokens([0.0] * 3), tokens([0.0] * 2, "int32"), lambda result: None):
             liar.lie = lambda response, lie=lie: lie(response.results[1])  # type: ignore[misc]
             with pytest.raises(ScorerError, match="token_rewards"):
                 await scorer.score(group)

@@ -49,12 +49,13 @@ def run_settings(**fields: Any) -> RunSettings:
 def group(*rewards: float, truncated: tuple[bool, ...] = (False, False), greedy: float | None = None) -> ScoredGroup:
     rows = tuple(trajectory_pb2.RowRef(id=f"0/{i}", token="w.1-1", num_tokens=4) for i in range(len(rewards)))
     baseline = (
-        None if greedy is None else GreedyResponse(trajectory_pb2.RowRef(id="0/2", token="w.1-1", num_tokens=4), greedy)
+        None
+        if greedy is None
+        else GreedyResponse(trajectory_pb2.RowRef(id="0/2", token="w.1-1", num_tokens=4), greedy, greedy)
     )
     tokens = np.full(len(rewards), 2, np.int32)
-    return ScoredGroup(
-        0, rows, 0, np.array(rewards, np.float32), {}, tokens, np.array(truncated), 0.1, 0.0, 0.0, baseline
-    )
+    raw = np.array(rewards, np.float32)
+    return ScoredGroup(0, rows, 0, raw, raw, {}, tokens, np.array(truncated), 0.1, 0.0, 0.0, baseline)
 
 
 def row(reward: float, reference: float = 0.0) -> dict[str, Array]:

@@ -28,9 +28,8 @@ def run_settings(**sections: Any) -> RunSettings:
 def group(gid: int, *rewards: float) -> ScoredGroup:
     size = len(rewards)
     rows = tuple(trajectory_pb2.RowRef(id=f"{gid}/{i}", token="w.1-1", num_tokens=4) for i in range(size))
-    return ScoredGroup(
-        gid, rows, 0, np.array(rewards, np.float32), {}, np.full(size, 2, np.int32), np.zeros(size, bool), 0.1, 0.0, 0.0
-    )
+    raw = np.array(rewards, np.float32)
+    return ScoredGroup(gid, rows, 0, raw, raw, {}, np.full(size, 2, np.int32), np.zeros(size, bool), 0.1, 0.0, 0.0)
 
 
 def row(reward: float) -> dict[str, Array]:

@@ -12,7 +12,8 @@ from services.controller.step.measures import Stopwatch, of_batch
 from services.controller.step.preparation import columns_reported
 from tests.unit.test_controller_batches import group, row, run_settings
 
-GROUP = ScoredGroup(0, (), 0, np.ones(2, np.float32), {}, np.full(2, 2, np.int32), np.zeros(2, bool), 0.1, 0.0, 0.0)
+ONES = np.ones(2, np.float32)
+GROUP = ScoredGroup(0, (), 0, ONES, ONES, {}, np.full(2, 2, np.int32), np.zeros(2, bool), 0.1, 0.0, 0.0)
 
 
 def landed(at_s: float, scored_at_s: float) -> ScoredGroup:

@@ -141,6 +141,7 @@ def scored(*rewards: float) -> ScoredGroup:
         refs,
         0,
         np.array(rewards, np.float32),
+        np.array(rewards, np.float32),
         {},
         np.full(len(rewards), 2, np.int32),
         np.zeros(len(rewards), bool),

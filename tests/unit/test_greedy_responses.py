@@ -32,10 +32,9 @@ def ref(gid: int, index: int) -> RowRef:
 def group(gid: int, greedy: float, *rewards: float) -> ScoredGroup:
     size = len(rewards)
     rows = tuple(ref(gid, i) for i in range(size))
-    scored = ScoredGroup(
-        gid, rows, 0, np.array(rewards, np.float32), {}, np.full(size, 2, np.int32), np.zeros(size, bool), 0.1, 0.0, 0.0
-    )
-    return replace(scored, greedy=GreedyResponse(ref(gid, size), greedy))
+    raw = np.array(rewards, np.float32)
+    scored = ScoredGroup(gid, rows, 0, raw, raw, {}, np.full(size, 2, np.int32), np.zeros(size, bool), 0.1, 0.0, 0.0)
+    return replace(scored, greedy=GreedyResponse(ref(gid, size), greedy, greedy))
 
 
 def row(reward: float, **columns: Array) -> dict[str, Array]:

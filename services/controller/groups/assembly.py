@@ -21,6 +21,8 @@ class GreedyResponse:
 
     row: trajectory_pb2.RowRef
     reward: float
+    total: float
+    """With what its tokens earned."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ class ScoredGroup:
     rows: tuple[trajectory_pb2.RowRef, ...]
     min_policy_version: int
     rewards_G: Array
-    """float32 [G]."""
+    """float32 [G]: of each response as a whole; success goes by them."""
+    totals_G: Array
+    """float32 [G]: these and what single tokens earned, where a scorer rewards those or an environment turns."""
     components: Mapping[str, Array]
     """float32 [G] by name, NaN where a component does not apply to the response."""
     num_response_tokens_G: Array
@@ -74,9 +78,9 @@ class ScoredGroup:
 
     @property
     def has_signal(self) -> bool:
-        """Whether its rewards differ, from one another or from the greedy response's."""
+        """Whether its totals differ, from one another or from the greedy response's."""
         return bool(
-            np.ptp(self.rewards_G if self.greedy is None else [*self.rewards_G, np.float32(self.greedy.reward)]) > 0
+            np.ptp(self.totals_G if self.greedy is None else [*self.totals_G, np.float32(self.greedy.total)]) > 0
         )
 
     @property

@@ -142,7 +142,7 @@ class Collection:
                 )
                 await self.drop(group.gid, rows_of(group), "row_missing", str(error))
                 return
-            await self._noting.call((group.gid, float(scored.rewards_G.mean())))
+            await self._noting.call((group.gid, float(scored.totals_G.mean())))
             await self._sort(scored)
 
     async def _scored(self, group: trajectory_pb2.CommittedGroup) -> ScoredGroup:

@@ -153,7 +153,9 @@ class GroupScorer:
     def _keep_and_read(self, groups: Sequence[_Refs]) -> list[_Contents]:
         refs = [ref for group in groups for ref in group]
         self._rows.persist(refs)  # the rollout may have died between its commit and its own persist
-        rows, metas = self._rows.read_with_meta(refs, ["token_ids", "response_mask"], ["reward", _VALUES, _NAMES])
+        rows, metas = self._rows.read_with_meta(
+            refs, ["token_ids", "response_mask"], ["reward", "token_rewards", _VALUES, _NAMES]
+        )
         contents, start = [], 0
         for group in groups:
             own = slice(start, start := start + len(group))
@@ -221,9 +223,9 @@ def _kept_scores(rows: Sequence[Mapping[str, Array]], present: Sequence[str]) ->
     for row in rows:
         names = json.loads(row[_NAMES].tobytes()) if _NAMES in row else present
         values = dict(zip(names, row[_VALUES].tolist(), strict=True)) if _VALUES in row else {}
-        scores.append(
-            Score(float(row["reward"][0]), {name: value for name, value in values.items() if not np.isnan(value)})
-        )
+        applying = {name: value for name, value in values.items() if not np.isnan(value)}
+        earned = row["token_rewards"][row["response_mask"] != 0] if "token_rewards" in row else None
+        scores.append(Score(float(row["reward"][0]), applying, earned))
     return scores
 
 
@@ -249,12 +251,13 @@ def _scored_group(
 ) -> ScoredGroup:
     """`group` with the scores of its rows, of which a greedy response's is the last, and the components `names`."""
     num_responses = len(group.rows)
-    rewards = np.array([score.value for score in scores], np.float32)
+    rewards, totals = (np.array(each, np.float32) for each in zip(*((s.value, s.total) for s in scores), strict=True))
     return ScoredGroup(
         gid=group.gid,
         rows=tuple(group.rows),
         min_policy_version=group.min_policy_version,
         rewards_G=rewards[:num_responses],
+        totals_G=totals[:num_responses],
         components={
             name: np.array([score.components.get(name, np.nan) for score in scores[:num_responses]], np.float32)
             for name in names
@@ -264,7 +267,9 @@ def _scored_group(
         generation_s=max(meta.generation_s for meta in metas),
         landed_at_s=landed_at_s,
         scored_at_s=time.monotonic(),
-        greedy=GreedyResponse(group.greedy_row, float(rewards[-1])) if group.HasField("greedy_row") else None,
+        greedy=GreedyResponse(group.greedy_row, float(rewards[-1]), float(totals[-1]))
+        if group.HasField("greedy_row")
+        else None,
         prompt_uid=metas[0].prompt.uid,
         episodes=tuple(
             EpisodeEnd(

@@ -111,17 +111,17 @@ def of_batch(
     metrics = Metrics()
     for group in groups:
         size = len(group.rows)
-        metrics.mean("reward/mean", float(group.rewards_G.mean()), size)
-        metrics.mean("reward/std_in_group", float(group.rewards_G.std()))
-        metrics.max("reward/max", float(group.rewards_G.max()))
-        metrics.min("reward/min", float(group.rewards_G.min()))
+        metrics.mean("reward/mean", float(group.totals_G.mean()), size)
+        metrics.mean("reward/std_in_group", float(group.totals_G.std()))
+        metrics.max("reward/max", float(group.totals_G.max()))
+        metrics.min("reward/min", float(group.totals_G.min()))
         metrics.mean("reward/accuracy", float((group.rewards_G >= settings.reward.solved_at).mean()), size)
         for name, values in group.components.items():
             applies = ~np.isnan(values)
             if applies.any():
                 metrics.mean(f"reward/{name}", float(values[applies].mean()), int(applies.sum()))
         if group.greedy is not None:
-            metrics.mean("reward/greedy", group.greedy.reward)
+            metrics.mean("reward/greedy", group.greedy.total)
         metrics.mean("response/tokens", float(group.num_response_tokens_G.mean()), size)
         metrics.max("response/tokens_max", float(group.num_response_tokens_G.max()))
         metrics.mean("response/truncated", float(group.truncated_G.mean()), size)
