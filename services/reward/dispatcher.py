@@ -22,6 +22,7 @@ from services.reward import catalog
 from services.reward.compose import compose, compose_spec
 from services.reward.config import RewardSettings
 from services.reward.pool import TIMEOUT, WORKER_DIED, WorkerPool
+from services.reward.underway import Underway
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,8 @@ class Dispatcher:
             elif self._pool is not None:
                 self._components[name] = LocalComponent(name, local[name], self._pool, self._attempts(name))
         self.states = StateClock(("starting", "waiting", "scoring"))
-        """What it does: it scores while any call is under way."""
+        """What it does: it scores while any item is under way."""
+        self._underway = Underway(self._scored)
         self._num_calls = 0
         self._weights = {name: component.weight for name, component in components.items()}
         self._routed = {name: component for name, component in components.items() if component.when}
@@ -137,14 +139,7 @@ class Dispatcher:
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[reward_pb2.ScoreResult]:
         """One result per item, in order. Ids must be unique."""
-        self._num_calls += 1
-        self.states.enter("scoring")
-        try:
-            outcomes = await self._outcomes(items)
-        finally:
-            self._num_calls -= 1
-            if not self._num_calls:
-                self.states.enter("waiting")
+        outcomes = await self._underway.outcomes(items)
         return [
             compose(
                 item,
@@ -159,8 +154,18 @@ class Dispatcher:
         """Tries of an item by a component; a shadow must not hold the others up."""
         return 1 if name in self._shadows else self._settings.components[name].max_attempts
 
-    async def _outcomes(self, items: Sequence[reward_pb2.ScoreItem]) -> list[dict[str, Outcome]]:
+    async def _scored(self, items: Sequence[reward_pb2.ScoreItem]) -> list[dict[str, Outcome]]:
         """An outcome by component that applies, in the components' order, per item."""
+        self._num_calls += 1
+        self.states.enter("scoring")
+        try:
+            return await self._outcomes(items)
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self.states.enter("waiting")
+
+    async def _outcomes(self, items: Sequence[reward_pb2.ScoreItem]) -> list[dict[str, Outcome]]:
         places = self._places(items)
         scored = await asyncio.gather(
             *(self._components[name].score([items[place] for place in found]) for name, found in places.items())
@@ -195,6 +200,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Kills the workers and closes the connections."""
+        self._underway.close()
         if self._pool is not None:
             await asyncio.to_thread(self._pool.close)
         for close in self._closers:

@@ -22,7 +22,7 @@ class GreedyResponse:
     row: trajectory_pb2.RowRef
     reward: float
     total: float
-    """With what its tokens earned."""
+    """The reward, and what its tokens earned."""
 
 
 @dataclass(frozen=True)
