@@ -90,16 +90,7 @@ class Dispatcher:
         timeouts_s = {name: components[name].timeout_s for name in local}
         environment = scorer_environment(settings.environment)
         self._pool = (
-            WorkerPool(
-                local,
-                timeouts_s,
-                settings.num_workers,
-                settings.search_path,
-                environment,
-                {name: self._attempts(name) for name in local},
-            )
-            if local
-            else None
+            WorkerPool(local, timeouts_s, settings.num_workers, settings.search_path, environment) if local else None
         )
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self._external: dict[str, Elsewhere] = {

@@ -3,22 +3,19 @@
 Owns the worker processes and the queue of tasks before them. A task is one item, a batch for a function of many, or a
 group for one that compares. A `WorkerThread` per worker starts it, sends it a few tasks at a time, times the one it is
 on, and kills it when that one is late: that task alone fails with TIMEOUT, the others go back to the head of the queue.
-A worker that dies by itself fails the task it was on with WORKER_DIED. A batch is not failed but cut in two. What lost
-workers is remembered (losses.py), for its caller may leave before it was tried often enough to be blamed, and send it
-again. Knows no gRPC and no reward arithmetic.
+A worker that dies by itself fails the task it was on with WORKER_DIED. A batch is not failed but cut in two. Knows no
+gRPC and no reward arithmetic.
 
 Bounds: MAX_QUEUED_TASKS wait (more are answered OVERLOADED at once); a worker holds at most MAX_TASKS. A task that
 waits is bounded by the deadline of the call it belongs to: a cancelled call's tasks are skipped.
 """
 
 import asyncio
-import itertools
 import json
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 from rolecall.errors import DeadlineError, RoleCallError, UnavailableError, WorkerLostError
@@ -26,7 +23,6 @@ from rolecall.scoring.scores import error_result
 from rolecall.settings import FunctionScorer
 from rolecall.v1 import reward_pb2
 from services.reward.catalog import LocalScorer, parted
-from services.reward.losses import Losses, key_of
 from services.reward.worker_process import WorkerProcess
 
 WORKER_DIED = "WORKER_DIED"
@@ -51,8 +47,6 @@ STOP_POLL_S = 0.05
 class Call:
     """A caller's wait for all its items."""
 
-    number: int
-    """Number of the call, its own in the pool."""
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[list[reward_pb2.ScoreResult]]"
     results: list[reward_pb2.ScoreResult | None]
@@ -68,15 +62,8 @@ class Task:
     component: int
     items: Sequence[reward_pb2.ScoreItem]
     timeout_s: float
-    max_attempts: int
-    """When it has lost so many workers it fails for good."""
     may_be_cut: bool
     """Whether parts of it are scored as well: it is a batch."""
-
-    @cached_property
-    def key(self) -> bytes:
-        """The same whoever sends it, under whatever ids."""
-        return key_of(self.component, self.items)
 
     def finish(self, results: Sequence[reward_pb2.ScoreResult]) -> None:
         """Hands in the results, one per item; the last ones of a call wake the caller. Called under the pool's lock."""
@@ -111,7 +98,6 @@ class Queue:
 
     condition: threading.Condition = field(default_factory=threading.Condition)
     tasks: deque[Task] = field(default_factory=deque)
-    losses: Losses = field(default_factory=Losses)
     closed: bool = False
 
 
@@ -125,14 +111,9 @@ class WorkerPool:
         num_workers: int,
         search_path: Path,
         environment: Mapping[str, str],
-        max_attempts: Mapping[str, int],
     ) -> None:
-        """environment: of the worker processes, whole. max_attempts, of each component: what has lost as many workers
-        is answered at once.
-        """
+        """environment: of the worker processes, whole."""
         self._timeouts_s = dict(timeouts_s)
-        self._max_attempts = dict(max_attempts)
-        self._numbers = itertools.count()
         self._scorers = dict(scorers)
         self._indices = {name: index for index, name in enumerate(scorers)}
         dumped = {name: scorer.model_dump(mode="json") for name, scorer in scorers.items()}
@@ -153,20 +134,12 @@ class WorkerPool:
         if not items:
             return []
         loop = asyncio.get_running_loop()
-        call = Call(next(self._numbers), loop, loop.create_future(), [None] * len(items), len(items))
+        call = Call(loop, loop.create_future(), [None] * len(items), len(items))
         index, timeout_s = self._indices[component], self._timeouts_s[component]
         scorer = self._scorers[component]
         may_be_cut = isinstance(scorer, FunctionScorer) and scorer.scope == "batch"
         tasks = [
-            Task(
-                call,
-                places,
-                index,
-                [items[place] for place in places],
-                timeout_s,
-                self._max_attempts[component],
-                may_be_cut,
-            )
+            Task(call, places, index, [items[place] for place in places], timeout_s, may_be_cut)
             for places in parted(scorer, items)
         ]
         self._submit(tasks)
@@ -187,15 +160,10 @@ class WorkerPool:
         await asyncio.to_thread(thread.wait_ready)
 
     def _submit(self, tasks: list[Task]) -> None:
-        if self._queue.losses:
-            for task in tasks:
-                _ = task.key  # made before the lock is taken
         with self._queue.condition:  # bounded: held to look at the queue, never while scoring
             if self._queue.closed:
                 _fail(tasks, "STOPPING", "the reward service is stopping", retryable=True)
                 return
-            if self._queue.losses:
-                tasks = [task for task in tasks if not self._is_blamed(task)]
             room = max(0, MAX_QUEUED_TASKS - len(self._queue.tasks))
             self._queue.tasks.extend(tasks[:room])
             _fail(
@@ -205,14 +173,6 @@ class WorkerPool:
                 retryable=True,
             )
             self._queue.condition.notify_all()
-
-    def _is_blamed(self, task: Task) -> bool:
-        """Whether the task has lost so many workers that it is failed here. Called under the pool's lock."""
-        loss = self._queue.losses.recent(task.key)
-        if loss is None or loss.number < task.max_attempts:
-            return False
-        task.fail(loss.code, loss.message, retryable=False)
-        return True
 
 
 class WorkerThread:
@@ -317,9 +277,7 @@ class WorkerThread:
         try:
             for results in worker.score(sent):
                 task = tasks.popleft()
-                key = task.key if self._queue.losses else b""
-                with self._queue.condition:  # bounded: held to look at the queue, never while scoring
-                    self._queue.losses.forget(key)
+                with self._queue.condition:
                     task.finish(results)
         except DeadlineError:
             self._is_to_blame(tasks, TIMEOUT, f"the scorer took longer than {tasks[0].timeout_s:g} s and was stopped")
@@ -336,9 +294,7 @@ class WorkerThread:
         halves = task.halves()
         tasks.extendleft(reversed(halves))
         if not halves:
-            with self._queue.condition:  # bounded: held to look at the queue, never while scoring
-                number = self._queue.losses.note(task.key, task.call.number, code, message)
-                task.fail(code, message, retryable=number < task.max_attempts)
+            self._fail([task], code, message, retryable=True)
 
     def _give_back(self, tasks: deque[Task]) -> None:
         with self._queue.condition:  # bounded: held to look at the queue, never while scoring

@@ -32,11 +32,8 @@ async def start_pool(tmp_path: Path) -> AsyncIterator[StartPool]:
     folder = write_user_module(tmp_path / "conf")
     async with AsyncExitStack() as stack:
 
-        async def start(
-            num_workers: int = 2, timeout_s: float = 30.0, max_attempts: int = 100, **scorers: LocalScorer
-        ) -> WorkerPool:
-            timeouts_s, attempts = dict.fromkeys(scorers, timeout_s), dict.fromkeys(scorers, max_attempts)
-            pool = WorkerPool(scorers, timeouts_s, num_workers, folder, scorer_environment(()), attempts)
+        async def start(num_workers: int = 2, timeout_s: float = 30.0, **scorers: LocalScorer) -> WorkerPool:
+            pool = WorkerPool(scorers, dict.fromkeys(scorers, timeout_s), num_workers, folder, scorer_environment(()))
             stack.push_async_callback(asyncio.to_thread, pool.close)
             await pool.start()
             return pool
@@ -114,17 +111,6 @@ async def test_a_catastrophic_regular_expression_is_killed_too(start_pool: Start
     results = await pool.score("r", items_of("a" * 64 + "b", "aa", truth="aa"))
     assert codes(results) == ["TIMEOUT", "ok"]
     assert results[1].reward.value == 1.0
-
-
-async def test_an_item_of_a_batch_is_blamed_when_it_has_killed_often_enough_in_whatever_calls(
-    start_pool: StartPool,
-) -> None:
-    many = FunctionScorer(target="behaviour:many", min=0, max=1, scope="batch", max_items=4)
-    pool = await start_pool(num_workers=1, max_attempts=2, many=many)
-    for others, is_to_try_again in ((1, True), (2, False)):
-        results = await asyncio.wait_for(pool.score("many", items_of("exit", *["fine"] * others)), 100.0)
-        assert codes(results) == ["WORKER_DIED", *["ok"] * others]
-        assert results[0].error.retryable is is_to_try_again
 
 
 async def test_a_slow_item_has_a_deadline_of_its_own_not_one_for_the_batch(start_pool: StartPool) -> None:
@@ -259,8 +245,7 @@ from services.reward.pool import WorkerPool
 from tests.contract.reward_peers import items_of
 async def main():
     folder, environment = Path({str(folder)!r}), scorer_environment(())
-    scorers = {{"f": FunctionScorer(target="behaviour:behave")}}
-    pool = WorkerPool(scorers, {{"f": 60.0}}, 2, folder, environment, {{"f": 3}})
+    pool = WorkerPool({{"f": FunctionScorer(target="behaviour:behave")}}, {{"f": 60.0}}, 2, folder, environment)
     await pool.start()
     print("ready", flush=True)
     await pool.score("f", items_of("hang", "hang", "hang"))

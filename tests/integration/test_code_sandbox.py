@@ -574,7 +574,7 @@ assert ran.seconds < {FROZEN_S - 1}, ran
 @asynccontextmanager
 async def pool_of(folder: Path, **keys: Any) -> AsyncIterator[WorkerPool]:
     scorer = CodeScorer(**keys)
-    pool = WorkerPool({"tests": scorer}, {"tests": GENEROUS_S}, 1, folder, scorer_environment(()), {"tests": 3})
+    pool = WorkerPool({"tests": scorer}, {"tests": GENEROUS_S}, 1, folder, scorer_environment(()))
     try:
         await pool.start()
         yield pool
@@ -620,7 +620,7 @@ async def test_a_program_that_never_ends_scores_0_and_an_item_that_is_late_is_an
         assert result.HasField("reward")
         assert result.reward.value == 0.0
     scorer = CodeScorer(timeout_s=1000.0)
-    pool = WorkerPool({"tests": scorer}, {"tests": SHORT_S}, 1, tmp_path, scorer_environment(()), {"tests": 3})
+    pool = WorkerPool({"tests": scorer}, {"tests": SHORT_S}, 1, tmp_path, scorer_environment(()))
     try:
         await pool.start()
         (late,) = await pool.score("tests", [stuck])
@@ -639,7 +639,7 @@ def test_a_machine_on_which_root_cannot_become_nobody_refuses(monkeypatch: pytes
 async def test_a_service_without_a_sandbox_does_not_start(tmp_path: Path) -> None:
     scorer = CodeScorer()
     environment = {**scorer_environment(()), "PATH": str(tmp_path)}
-    pool = WorkerPool({"tests": scorer}, {"tests": 10.0}, 1, tmp_path, environment, {"tests": 3})
+    pool = WorkerPool({"tests": scorer}, {"tests": 10.0}, 1, tmp_path, environment)
     try:
         with pytest.raises(ConfigError, match=r"component 'tests' cannot start: .*: bwrap is not installed"):
             await pool.start()
