@@ -4,6 +4,7 @@ of what a run that is over left.
 
 import asyncio
 import io
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -23,7 +24,11 @@ from rolecall.settings import RpcSection, TlsSection, load_settings
 from rolecall.v1 import controller_pb2, controller_pb2_grpc, training_pb2
 
 WATCH_TIMEOUT_S = 24 * 3600.0
-"""Deadline of one `rolecall watch`."""
+"""Deadline of one stream of `rolecall watch`, which then asks for another."""
+AWAY_S = 600.0
+"""Longest time in which `rolecall watch` waits for a controller that it has seen: a Job's next pod may need a node."""
+WATCH_PAUSE_S = 1.0
+"""Seconds between two looks at whether it is back."""
 PROFILE_TIMEOUT_S = 24 * 3600.0
 """Deadline of one `rolecall profile`, which waits for the next steps of the run."""
 _READING = ("status", "watch")
@@ -138,7 +143,7 @@ async def _steer(command: str, run: Run, checkpoint: bool, as_json: bool) -> int
     async with open_channel(run.address, run.rpc) as channel:
         stub = controller_pb2_grpc.ControllerServiceStub(channel)
         if command == "watch":
-            return await _watch(stub)
+            return await _watch(stub, run)
         if command == "pause":
             await stub.PauseRun(controller_pb2.PauseRunRequest())
         elif command == "resume":
@@ -157,17 +162,36 @@ async def _steer(command: str, run: Run, checkpoint: bool, as_json: bool) -> int
         return 0
 
 
-async def _watch(stub: controller_pb2_grpc.ControllerServiceStub) -> int:
+async def _watch(stub: controller_pb2_grpc.ControllerServiceStub, run: Run) -> int:
     view = open_view(sys.stdout)
+    was_seen, lost_at = False, math.inf
     try:
-        async for message in stub.WatchRun(controller_pb2.WatchRunRequest(), timeout=WATCH_TIMEOUT_S):
-            view.show(message.status)
-            if message.status.state == controller_pb2.RUN_STATE_FAILED:
-                view.note(f"controller: {message.status.error}")
-                return 1
+        while True:
+            try:
+                async for message in stub.WatchRun(controller_pb2.WatchRunRequest(), timeout=WATCH_TIMEOUT_S):
+                    was_seen, lost_at = True, math.inf
+                    view.show(message.status)
+                    if message.status.state == controller_pb2.RUN_STATE_FAILED:
+                        view.note(f"controller: {message.status.error}")
+                        return 1
+                return 0
+            except (UnavailableError, DeadlineError) as error:
+                if not was_seen or time.monotonic() - lost_at > AWAY_S or not _may_come_back(run):
+                    raise
+                if lost_at == math.inf:
+                    lost_at = time.monotonic()
+                    if isinstance(error, UnavailableError):
+                        view.note("controller: it does not answer, and is being started again")
+                await asyncio.sleep(WATCH_PAUSE_S)
     finally:
         view.close()
-    return 0
+
+
+def _may_come_back(run: Run) -> bool:
+    """Whether the run's controller, which does not answer, may be started again; not known where its directory is
+    elsewhere.
+    """
+    return run.directory is None or read_record(run.directory) is None or is_under_way(run.directory)
 
 
 async def _profile(run: Run, role: str, num_steps: int) -> int:

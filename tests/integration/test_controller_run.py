@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rolecall.commands import steer
 from rolecall.contract import contract_version
 from rolecall.errors import (
     BudgetSpentError,
@@ -44,7 +45,7 @@ from services.controller.run import ControllerRun
 from services.rollout.sampling import Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
-from tests.twins.callers import party
+from tests.twins.callers import party, playing
 from tests.twins.run import RUN_S, Life, LightRun, TwinRun, balance, check_trained_once, parity
 from tests.waiting import until
 
@@ -188,6 +189,32 @@ async def test_a_pause_that_outlasts_the_stall_timeout_is_no_stall_after_restart
             await life.stub.ResumeRun(pb.ResumeRunRequest())
             await life.ends()
     assert balance(run) == (12, 12, 0, 0)
+
+
+async def test_a_watch_goes_on_when_the_controller_is_started_again(
+    light_run: LightRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with light_run(run={"num_steps": 4}) as run:
+        watched = steer.Run(str(run.settings.controller.address), playing(run.settings, Caller.VIEWER).rpc)
+        told = ""
+
+        def tells(text: str) -> bool:
+            nonlocal told
+            told += capsys.readouterr().out
+            return text in told
+
+        async with run.rollout("rollout-0") as engine:
+            engine.hold = True
+            async with run.controller() as life:
+                watching = asyncio.create_task(steer._steer("watch", watched, False, False))
+                await life.shows(lambda status: status.ledger.generating)
+                await until(lambda: tells("step 0/4"))
+            await until(lambda: tells("controller: it does not answer, and is being started again"))
+            engine.hold = False
+            async with run.controller() as life:
+                await life.ends()
+                assert await asyncio.wait_for(watching, RUN_S) == 0
+        assert tells("step 4/4"), told
 
 
 async def test_a_profile_waits_while_the_run_is_paused_is_one_at_a_time_and_ends_with_the_trainer(
