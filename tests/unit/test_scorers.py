@@ -92,6 +92,13 @@ def test_the_last_complete_box_is_read_with_its_braces_balanced(text: str, expec
     assert last_boxed(text) == expected
 
 
+def test_a_box_is_found_in_one_pass() -> None:
+    """Where each that is open were looked at to the end, this would take hours."""
+    opened = "\\boxed{" * 200_000
+    assert last_boxed(opened) is None
+    assert last_boxed(opened + "7}") == "7"
+
+
 @given(st.text(alphabet="ab{}", max_size=20))
 def test_a_box_around_balanced_text_gives_the_text_back(text: str) -> None:
     depth, balanced = 0, True

@@ -1,19 +1,28 @@
 r"""Boxed answer: the content of the last \boxed{...}, as text. For mathematical equality use `math`."""
 
-MARK = r"\boxed{"
+import re
+
+_PIECE = re.compile(r"(?P<mark>\\boxed\{)|\\(?!\\boxed\{).|[{}]", re.DOTALL)
+"""A box's beginning, an escaped character or a brace."""
 
 
 def last_boxed(text: str) -> str | None:
     r"""Content of the last complete \boxed{...}, braces balanced, escaped braces not counted; None when there is
-    none.
+    none. One pass, for a policy that is lost may open a box with every token.
     """
-    start = text.rfind(MARK)
-    while start >= 0:
-        content = _balanced(text, start + len(MARK))
-        if content is not None:
-            return content
-        start = text.rfind(MARK, 0, start)
-    return None
+    found, content = -1, None
+    opened: list[int] = []
+    """Where the content of each open brace begins; -1 where that is no box."""
+    for piece in _PIECE.finditer(text):
+        if piece["mark"]:
+            opened.append(piece.end())
+        elif piece[0] == "{":
+            opened.append(-1)
+        elif piece[0] == "}" and opened:
+            start = opened.pop()
+            if start > found:
+                found, content = start, text[start : piece.start()]
+    return content
 
 
 def boxed_answer(text: str) -> str | None:
@@ -28,17 +37,3 @@ def boxed_match(response_text: str, ground_truth: str) -> float:
     """
     wanted = boxed_answer(ground_truth)
     return float(boxed_answer(response_text) == ("".join(ground_truth.split()) if wanted is None else wanted))
-
-
-def _balanced(text: str, start: int) -> str | None:
-    depth, position = 1, start
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 2
-            continue
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return text[start:position]
-        position += 1
-    return None
