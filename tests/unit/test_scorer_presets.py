@@ -65,6 +65,11 @@ def test_numeric_compares_the_last_number(response: str, truth: str, tolerance: 
     assert numeric_match(response, truth, tolerance=tolerance) == expected
 
 
+@pytest.mark.parametrize("again", ["1+", "\\text{", "1 ", "$ "])
+def test_an_answer_that_never_ends_is_wrong_and_takes_no_minutes(again: str) -> None:
+    assert minerva_match("The final answer is " + again * 60_000, "7") == 0.0
+
+
 def test_numeric_refuses_a_ground_truth_without_a_number() -> None:
     with pytest.raises(BadGroundTruthError, match="holds no number"):
         numeric_match("7", "seven")

@@ -7,6 +7,8 @@ import re
 from services.reward.scorers.boxed import last_boxed
 
 _FINAL = re.compile(r"[Ff]inal [Aa]nswer is:?")
+MOST_CHARS = 10_000
+"""Longest text that is taken for an answer: the patterns take a time that grows with its square."""
 _HOPE = "I hope it is correct"
 _REPLACED = (
     ("an ", ""),
@@ -31,7 +33,7 @@ _MARKS = (
 _REMOVED = (*_WORDS.split(), *_MARKS)
 """Words and marks that go, in the paper's order."""
 _UNWRAPPED = (
-    (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),
+    (re.compile(r"^.*?\$(.*?)\$.*", re.MULTILINE), r"$\1$"),  # of each line: looked for from its start alone
     (re.compile(r"\\text\{(.*?)\}"), r"\1"),
     (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
     (re.compile(r"\\overline\{(.*?)\}"), r"\1"),
@@ -46,8 +48,10 @@ def minerva_normalized(answer: str) -> str:
 
     What stands before the last = goes, articles, spaces, units of its list and degrees; of text with $...$ the
     mathematics stays, \text, \textbf, \overline and \boxed give what they hold, \frac12 and \sqrt3 get braces, and
-    commas in whole numbers go.
+    commas in whole numbers go. A text of more than MOST_CHARS is returned as it is.
     """
+    if len(answer) > MOST_CHARS:
+        return answer
     text = answer.split("=")[-1]
     for old, new in _REPLACED:
         text = text.replace(old, new)
