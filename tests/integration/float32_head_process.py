@@ -28,6 +28,7 @@ async def main(config_path: Path) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from services.rollout.engine import engine_args
+    from services.rollout.scheduler import logprobs_of
 
     llm = AsyncLLM.from_engine_args(dataclasses.replace(engine_args(config), load_format="auto"))
     params = SamplingParams(
@@ -36,10 +37,8 @@ async def main(config_path: Path) -> None:
 
     async def sample(index: int) -> tuple[list[int], list[float]]:
         async for output in llm.generate(tokens_input(prompt_token_ids=PROMPTS[index]), params, request_id=str(index)):
-            completion = output.outputs[0]
-        assert completion.logprobs is not None
-        ids = list(completion.token_ids)
-        return ids, [entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)]
+            last = output
+        return list(last.outputs[0].token_ids), logprobs_of(last).tolist()
 
     responses = await asyncio.gather(*(sample(index) for index in range(len(PROMPTS))))
     block_size = llm.vllm_config.cache_config.block_size
