@@ -17,7 +17,7 @@ RANKS_PORT = 29400
 METRICS_PORT = 9464
 """Where each role shows its numbers."""
 PORTS = "29500-29599"
-"""weights.ports of a cluster, where the file has none."""
+"""weights.ports of a cluster, where the file has none, or null."""
 TLS_FOLDER = "/run/rolecall/tls"
 """Where each role finds its own tls.crt, tls.key and ca.crt."""
 
@@ -72,7 +72,8 @@ def complete(tree: dict[str, Any], addresses: Mapping[str, str], rollout_port: i
 def complete_for_cluster(tree: dict[str, Any], hosts: Mapping[str, str]) -> dict[str, Any]:
     """Returns `tree` with what a cluster decides, and a mesh in it. hosts: of the addresses of `local_roles`."""
     done = complete(tree, {name: f"{host}:{PORT}" for name, host in hosts.items()}, PORT)
-    done["weights"] = {"ports": PORTS, **_section(tree, "weights")}
+    weights = _section(tree, "weights")
+    done["weights"] = {**weights, "ports": weights.get("ports") or PORTS}  # its policies open a range
     telemetry = _section(tree, "telemetry")
     shown = telemetry.get("metrics_bind", "") is not None  # null: somebody wants no page of numbers
     done["telemetry"] = {**telemetry, "metrics_bind": f"0.0.0.0:{METRICS_PORT}" if shown else None}

@@ -461,6 +461,18 @@ def test_every_pod_with_gpus_may_run_where_gpus_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("base", BASES)
+def test_a_clusters_weights_have_a_range_of_ports_whatever_the_file_says(base: str, tmp_path: Path) -> None:
+    run = yaml.safe_load((ROOT / "runs" / f"{base}.yaml").read_text())
+    given = run.setdefault("weights", {})
+    for ports, expected in ((None, "29500-29599"), ("31000-31099", "31000-31099")):
+        given["ports"] = ports
+        file, out = tmp_path / "run.yaml", tmp_path / str(ports)
+        file.write_text(yaml.safe_dump(run))
+        assert main(["manifests", str(file), "--to", "kubernetes", "--out", str(out)]) == 0
+        assert load_settings(out / "run.yaml").weights.ports == expected
+
+
+@pytest.mark.parametrize("base", BASES)
 def test_a_run_waits_for_a_role_until_its_job_starts_it_again_and_it_has_loaded(base: str) -> None:
     """A Job waits for 10 minutes at the most, and a controller may be started again meanwhile."""
     asked = yaml.safe_load((ROOT / "runs" / f"{base}.yaml").read_text()).get("controller", {"start_timeout_s": 300})
