@@ -28,7 +28,7 @@ from rolecall.rpc import role_process
 from rolecall.rpc.identity import Admission
 from rolecall.rpc.listening import rpc_section
 from rolecall.rpc.server import Server
-from rolecall.scoring.client import read_token
+from rolecall.rpc.tls import read_token
 from rolecall.scoring.scores import (
     BatchFunction,
     Failure,

@@ -20,7 +20,7 @@ from rolecall.conformance.reward.pool import Pool, own_pool, read_pool
 from rolecall.conformance.reward.session import Options, RewardSession
 from rolecall.disk import writing
 from rolecall.errors import ConfigError, VersionMismatchError
-from rolecall.scoring.client import read_token
+from rolecall.rpc.tls import read_token
 from rolecall.scoring.scores import spec_gaps
 from rolecall.v1 import environment_pb2, environment_pb2_grpc, reward_pb2, reward_pb2_grpc
 

@@ -42,8 +42,9 @@ class Peer:
         if self.credentials is None:
             return grpc.aio.insecure_channel(self.address, options)  # bounded: each call names its deadline
         credentials = self.credentials
-        if self.token is not None and with_token:
-            credentials = tls.with_bearer_token(credentials, self.token)
+        token = self.token
+        if token is not None and with_token:
+            credentials = tls.with_bearer_token(credentials, lambda: token)
         return grpc.aio.secure_channel(self.address, credentials, options)  # bounded: each call names its deadline
 
 

@@ -35,8 +35,8 @@ from rolecall.errors import (
 )
 from rolecall.rpc import deadlines
 from rolecall.rpc.channel import open_channel
+from rolecall.rpc.tls import token_of
 from rolecall.scoring.backoff import RateLimit
-from rolecall.scoring.client import read_token
 from rolecall.settings import EnvironmentSection, RpcSection
 from rolecall.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 
@@ -368,7 +368,7 @@ def environment_channel(section: EnvironmentSection, rpc: RpcSection) -> grpc.ai
         section.address,
         rpc,
         tls=True if section.tls else None,
-        bearer_token=read_token(section.bearer_token_file),
+        bearer_token=token_of(section.bearer_token_file),
         ca_file=None if section.ca_file == "system" else section.ca_file,
         ours=False,
     )

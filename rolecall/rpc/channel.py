@@ -29,7 +29,7 @@ def open_channel(
     *,
     idempotent: Sequence[str] = (),
     tls: bool | None = None,
-    bearer_token: str | None = None,
+    bearer_token: Callable[[], str] | None = None,
     ca_file: Path | None = None,
     ours: bool = True,
     server_name: str | None = None,
@@ -53,7 +53,7 @@ def open_channel(
     `ca_file` or the system's
         roots, without a certificate of ours; False, plaintext.
     ours: False towards a server that may be anybody's, which is pinged less. server_name: what the server's certificate
-    must name, where that is not the target's host. bearer_token: sent with each call;
+    must name, where that is not the target's host. bearer_token: what it gives is sent with each call;
     ConfigError on plaintext. Plaintext beyond loopback is a ConfigError too, unless rpc.behind_mesh.
     """
     renewal = tls_files.Renewal(rpc.tls) if tls is None and rpc.tls is not None else None

@@ -1,5 +1,5 @@
 """Credentials from files, which rotate without a restart: servers read them again at each handshake when they changed,
-clients look before each call (`Renewal`), HTTP servers when they are told to (`HttpsCertificate`).
+clients look before each call (`Renewal`, `BearerToken`), HTTP servers when they are told to (`HttpsCertificate`).
 """
 
 import logging
@@ -38,9 +38,9 @@ def public_credentials(ca_file: Path | None) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(read_roots(ca_file, "ca_file") if ca_file else None)
 
 
-def with_bearer_token(credentials: grpc.ChannelCredentials, token: str) -> grpc.ChannelCredentials:
-    """Sends `authorization: Bearer <token>` with each call, over TLS only."""
-    return grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
+def with_bearer_token(credentials: grpc.ChannelCredentials, token: Callable[[], str]) -> grpc.ChannelCredentials:
+    """Sends `authorization: Bearer <token>` with each call, what `token` gives then, over TLS only."""
+    return grpc.composite_channel_credentials(credentials, grpc.metadata_call_credentials(_Bearer(token)))
 
 
 def read(path: Path, name: str) -> bytes:
@@ -106,6 +106,61 @@ class HttpsCertificate:
     def _load(self) -> None:
         _pair(self._tls)  # a pair that does not fit must not reach the context that is in use
         self.context.load_cert_chain(self._tls.certificate_file, self._tls.key_file)
+
+
+class BearerToken:
+    """The token that a file holds, white space around it removed. Read again by a call that finds the file changed;
+    while it cannot be read, the one before stands. Any thread may ask.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """ConfigError when the file cannot be read or is empty."""
+        self._path = path
+        self._stamp, self._token = self._stamp_now(), _token_in(path)
+
+    def __call__(self) -> str:
+        """The token as it stands now."""
+        stamp = self._stamp_now()
+        if stamp != self._stamp:
+            self._stamp = stamp  # said once; what is half-way through a rotation changes again
+            try:
+                self._token = _token_in(self._path)
+                logger.info("calls use the new bearer token from %s", self._path)
+            except ConfigError as error:
+                logger.warning("keeping the old bearer token: %s", error)
+        return self._token
+
+    def _stamp_now(self) -> tuple[int, int, int]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return (0, 0, 0)
+        return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def token_of(path: Path | None) -> BearerToken | None:
+    """The bearer token in a file, as it stands at each call. ConfigError when the file cannot be read or is empty."""
+    return None if path is None else BearerToken(path)
+
+
+def read_token(path: Path | None) -> str | None:
+    """The bearer token in a file now. ConfigError when the file cannot be read or is empty."""
+    return None if path is None else BearerToken(path)()
+
+
+def _token_in(path: Path) -> str:
+    token = read(path, "bearer_token_file").decode().strip()
+    if not token:
+        raise ConfigError(f"bearer_token_file: {path} is empty; write the token into it")
+    return token
+
+
+class _Bearer(grpc.AuthMetadataPlugin):
+    def __init__(self, token: Callable[[], str]) -> None:
+        self._token = token
+
+    def __call__(self, context: grpc.AuthMetadataContext, callback: grpc.AuthMetadataPluginCallback) -> None:
+        callback((("authorization", f"Bearer {self._token()}"),), None)
 
 
 class Renewal:

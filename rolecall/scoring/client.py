@@ -10,13 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import grpc
 
-from rolecall.errors import ConfigError, DeadlineError, RateLimitedError, RoleCallError, ScorerError
-from rolecall.rpc import deadlines, tls
+from rolecall.errors import DeadlineError, RateLimitedError, RoleCallError, ScorerError
+from rolecall.rpc import deadlines
 from rolecall.rpc.channel import open_channel
+from rolecall.rpc.tls import token_of
 from rolecall.scoring.exchange import believed, cut, only
 from rolecall.scoring.joint import JointCalls
 from rolecall.scoring.peer import Peer
@@ -195,7 +195,7 @@ def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[
     """The controller's client of the run's reward service at `address`, and the channel to close after it. ConfigError
     for an unreadable token or roots.
     """
-    token = read_token(section.bearer_token_file)
+    token = token_of(section.bearer_token_file)
     channel = open_channel(
         address,
         rpc,
@@ -221,7 +221,7 @@ def open_external(
     name: str, scorer: ExternalScorer, rpc: RpcSection, *, timeout_s: float, max_attempts: int
 ) -> tuple[RewardClient, grpc.aio.Channel]:
     """A client of the external scorer that is the component `name`, and the channel to close after it."""
-    token = read_token(scorer.bearer_token_file)
+    token = token_of(scorer.bearer_token_file)
     channel = open_channel(
         scorer.address,
         rpc,
@@ -241,15 +241,3 @@ def open_external(
         hedge_after_s=scorer.hedge_after_s,
     )
     return client, channel
-
-
-def read_token(path: Path | None) -> str | None:
-    """The bearer token in a file, white space around it removed. ConfigError when the file cannot be read or is
-    empty.
-    """
-    if path is None:
-        return None
-    token = tls.read(path, "bearer_token_file").decode().strip()
-    if not token:
-        raise ConfigError(f"bearer_token_file: {path} is empty; write the token into it")
-    return token

@@ -10,6 +10,7 @@ import json
 import logging
 import ssl
 import time
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -47,9 +48,9 @@ _MISPLACED = (301, 302, 303, 307, 308, 404, 405, 410, 421)
 class HttpCarrier:
     """Calls of one HTTP server; `close` at the end."""
 
-    def __init__(self, scorer: ExternalScorer, rpc: RpcSection, token: str | None) -> None:
-        """The server at the scorer's URL, called with `token`. ConfigError when its answers, or the token, would be
-        seen on the way, and for unreadable roots.
+    def __init__(self, scorer: ExternalScorer, rpc: RpcSection, token: Callable[[], str] | None) -> None:
+        """The server at the scorer's URL, called with what `token` gives. ConfigError when its answers, or the token,
+        would be seen on the way, and for unreadable roots.
         """
         url = urlsplit(scorer.address)
         here = is_loopback(f"{url.hostname}:{url.port or 80}")
@@ -62,8 +63,8 @@ class HttpCarrier:
             )
         self._url = scorer.address.rstrip("/")
         self._look_path = "/models" if scorer.kind == "judge" else ""
+        self._token = token
         self._client = httpx2.AsyncClient(
-            headers={"authorization": f"Bearer {token}"} if token is not None else {},
             verify=_trust(scorer) if url.scheme == "https" else True,
             timeout=None,  # each call has one deadline, its own
             limits=httpx2.Limits(max_connections=MAX_CONNECTIONS),
@@ -78,6 +79,8 @@ class HttpCarrier:
         method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         timeout_s = deadlines.child_timeout_s(timeout_s)
         headers = {"content-type": "application/json"} if body is not None else {}
+        if self._token is not None:
+            headers["authorization"] = f"Bearer {self._token()}"
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._client.stream(method, url, content=content, headers=headers) as response:

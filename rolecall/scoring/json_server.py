@@ -8,7 +8,7 @@ import asyncio
 from typing import Any, Protocol
 
 from rolecall.errors import DeadlineError, RateLimitedError, RoleCallError, UnauthenticatedError, UnavailableError
-from rolecall.scoring.client import read_token
+from rolecall.rpc.tls import token_of
 from rolecall.scoring.http import HttpCarrier
 from rolecall.scoring.open_inference import InferenceCarrier
 from rolecall.scoring.peer import Peer
@@ -41,7 +41,8 @@ class JsonServer:
         """The server of the component `name`, with `timeout_s` for each call. ConfigError when its answers, or the
         token, would be seen on the way, and for an unreadable token or roots.
         """
-        token = read_token(scorer.bearer_token_file) or token_given(name)
+        given = token_given(name)
+        token = token_of(scorer.bearer_token_file) or (None if given is None else lambda: given)
         carried = InferenceCarrier if scorer.over_grpc else HttpCarrier
         self._carrier: Carrier = carried(scorer, rpc, token)
         self._timeout_s = timeout_s

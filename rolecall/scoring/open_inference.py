@@ -3,6 +3,7 @@
 Owns the messages and the methods' names. What tensors mean is its caller's.
 """
 
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,7 +24,7 @@ _DTYPES = {"FP16": "<f2", "FP32": "<f4", "FP64": "<f8"}
 class InferenceCarrier:
     """Calls of one model over gRPC; `close` at the end."""
 
-    def __init__(self, scorer: ExternalScorer, rpc: RpcSection, token: str | None) -> None:
+    def __init__(self, scorer: ExternalScorer, rpc: RpcSection, token: Callable[[], str] | None) -> None:
         """The model at the address grpc://host:port/model. ConfigError for unreadable roots, and where it would not be
         called safely.
         """

@@ -172,8 +172,8 @@ class ExternalScorer(Section):
     ca_file: Roots | None = None
     """PEM roots to trust, or `system`; absent: TLS, with the system's, only where there is a bearer token, or https."""
     bearer_token_file: ConfigPath | None = None
-    """File with a bearer token, an API key, which is never sent without TLS. Where it is absent, for judges and HTTP
-    servers, the environment variable ROLECALL_TOKEN_<COMPONENT> of the reward service is.
+    """File with a bearer token, an API key, read again when it changes; it is never sent without TLS. Where it is
+    absent, for judges and HTTP servers, the environment variable ROLECALL_TOKEN_<COMPONENT> of the reward service is.
     """
     hedge_after_s: PositiveFloat | None = None
     """Seconds after which a call that has no answer is made a second time, beside the first: for a scorer whose slowest
@@ -347,7 +347,7 @@ class RewardSection(ServiceSection):
     themselves, or with a bearer token the system's.
     """
     bearer_token_file: ConfigPath | None = None
-    """File with a bearer token for the `address`, which is never sent without TLS."""
+    """File with a bearer token for the `address`, read again when it changes; it is never sent without TLS."""
 
     @property
     def tls(self) -> bool:

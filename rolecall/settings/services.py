@@ -116,7 +116,7 @@ class EnvironmentSection(Section):
     themselves, or with a bearer token the system's.
     """
     bearer_token_file: ConfigPath | None = None
-    """File with a bearer token for the `address`, which is never sent without TLS."""
+    """File with a bearer token for the `address`, read again when it changes; it is never sent without TLS."""
     max_turns: PositiveInt = 16
     """Most turns of an episode, or calls of the policy by the environment's own agent; one that is not over then is
     graded as it stands, and truncated.

@@ -37,7 +37,7 @@ async def _serve(settings: RewardModelSettings) -> None:
     from rolecall import telemetry
     from rolecall.data.tokenizer import ChatTokenizer
     from rolecall.reward import Scorer, new_server
-    from rolecall.scoring.client import read_token
+    from rolecall.rpc.tls import read_token
     from rolecall.training.serving.device_thread import DeviceThread
     from rolecall.training.serving.hooks import ProcessHooks
     from services.reward_model import config

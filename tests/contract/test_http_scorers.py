@@ -3,8 +3,12 @@ answers.
 """
 
 import json
+import ssl
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,10 +18,12 @@ from pydantic import ValidationError
 
 from rolecall.errors import ConfigError
 from rolecall.scoring.http import seconds_of
+from rolecall.scoring.json_server import JsonServer
 from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.settings import ExternalScorer, RpcSection
 from rolecall.v1 import open_inference_pb2, reward_pb2, trajectory_pb2
 from services.reward.external.component import HttpComponent, open_http
+from tests.contract.peer import Authority
 from tests.twins.http_scorer import HttpTwin, Reply, http_server
 
 
@@ -320,3 +326,38 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     assert seconds_of(None) == seconds_of("soon") == seconds_of("-3") == 0.0
     assert seconds_of("Fri, 31 Dec 1999 23:59:59 GMT") == 0.0
     assert seconds_of("Fri, 31 Dec 2100 23:59:59 GMT") > 10**9
+
+
+async def test_a_token_in_a_file_goes_with_each_call_as_it_stands_then(tmp_path: Path) -> None:
+    authority, told = Authority(tmp_path / "tls"), list[str | None]()
+    certificate, token = authority.issue("scorer"), tmp_path / "token"
+
+    class Told(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            told.append(self.headers["authorization"])
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"[]")
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Told) as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate.certificate_file, certificate.key_file)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        token.write_text("first\n")
+        url, files = (
+            f"https://localhost:{server.server_port}",
+            {"ca_file": authority.ca_file, "bearer_token_file": token},
+        )
+        scorer = ExternalScorer.model_validate({"kind": "trl", "address": url, **files})
+        asked = JsonServer("mine", scorer, RpcSection(), timeout_s=20.0)
+        for text in ("first", "another"):
+            token.write_text(f"{text}\n")
+            assert await asked.post("/score", {}) == []
+        await asked.close()
+        server.shutdown()
+    assert told == ["Bearer first", "Bearer another"]

@@ -35,6 +35,12 @@ async def test_a_whole_reward_service_of_somebody_elses_is_called_over_tls_with_
     try:
         client, channel = open_client(section, address, RpcSection())
         assert await client.score(items_of("a")) == [Score(0.5)]
+        (tmp_path / "token").write_text("another\n")
+        (refused,) = await client.score(items_of("a"))
+        assert isinstance(refused, Failure)
+        assert (refused.code, refused.retryable) == ("UNAUTHENTICATED", True)
+        (tmp_path / "token").write_text("s3cret\n")
+        assert await client.score(items_of("a")) == [Score(0.5)], "a token is read again when it was replaced"
         await channel.close()
         stranger = Authority(tmp_path / "theirs")
         client, channel = open_client(section.model_copy(update={"ca_file": stranger.ca_file}), address, RpcSection())

@@ -25,10 +25,8 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "ours")
 
 
-async def call(
-    target: str, rpc: RpcSection, tls: bool | None = None, ca_file: Path | None = None, bearer_token: str | None = None
-) -> None:
-    async with open_channel(target, rpc, tls=tls, ca_file=ca_file, bearer_token=bearer_token) as channel:
+async def call(target: str, rpc: RpcSection, tls: bool | None = None, ca_file: Path | None = None) -> None:
+    async with open_channel(target, rpc, tls=tls, ca_file=ca_file) as channel:
         await controller_pb2_grpc.ControllerServiceStub(channel).GetRun(GET, timeout=5.0)
 
 
@@ -83,7 +81,7 @@ async def test_half_a_rotation_keeps_the_old_certificate(peer: Peer, authority: 
 
 async def test_a_bearer_token_is_refused_on_plaintext() -> None:
     with pytest.raises(ConfigError, match="never sent in the clear"):
-        open_channel("127.0.0.1:50051", RpcSection(), bearer_token="secret")
+        open_channel("127.0.0.1:50051", RpcSection(), bearer_token=lambda: "secret")
 
 
 async def test_calling_beyond_loopback_in_plaintext_is_refused_unless_behind_a_mesh() -> None:
