@@ -88,12 +88,13 @@ def _row(id: str, events: Sequence[Event], rows: Rows) -> str:
         meta = rows.read_meta([ref])[0]
     except RowMissingError:
         return "its row is deleted (the group was dropped, or a checkpoint covers it)"
-    reward = rows.read([ref], [], ["reward"])[0].get("reward", np.zeros(0))
+    row = rows.read([ref], [], ["reward", "token_rewards"])[0]
+    reward = row.get("reward", np.zeros(0))
     sampled = sum(span.end - span.start for span in meta.spans)
     spans = ", ".join(
         f"{span.start}-{span.end} by {span.worker} at version {span.policy_version}" for span in meta.spans
     )
-    score = f"reward {reward[0]:g}" if reward.size else "not scored"
+    score = f"reward {reward[0] + row.get('token_rewards', np.zeros(0)).sum():g}" if reward.size else "not scored"
     reason = FinishReason.Name(meta.finish_reason).removeprefix("FINISH_REASON_").lower()
     greedy = "; sampled greedily, as a baseline that nothing is trained on" if meta.sampling.temperature == 0 else ""
     return f"{meta.num_prompt_tokens} + {sampled} tokens, {reason}, {score}; tokens {spans}{greedy}"

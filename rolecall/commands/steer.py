@@ -13,7 +13,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rolecall.errors import ConfigError, DeadlineError, NotFoundError, RoleCallError, UnavailableError, WorkerLostError
+from rolecall.errors import (
+    ConfigError,
+    DeadlineError,
+    ExhaustedError,
+    NotFoundError,
+    RoleCallError,
+    UnavailableError,
+    WorkerLostError,
+)
 from rolecall.launcher.plan import is_under_way
 from rolecall.launcher.progress import STATES, open_view, render
 from rolecall.launcher.run_record import RunRecord, as_json_line, read_record
@@ -164,25 +172,31 @@ async def _steer(command: str, run: Run, checkpoint: bool, as_json: bool) -> int
 
 async def _watch(stub: controller_pb2_grpc.ControllerServiceStub, run: Run) -> int:
     view = open_view(sys.stdout)
-    was_seen, lost_at = False, math.inf
+    was_seen, lost_at, failure = False, math.inf, ""
     try:
         while True:
             try:
                 async for message in stub.WatchRun(controller_pb2.WatchRunRequest(), timeout=WATCH_TIMEOUT_S):
-                    was_seen, lost_at = True, math.inf
-                    view.show(message.status)
-                    if message.status.state == controller_pb2.RUN_STATE_FAILED:
-                        view.note(f"controller: {message.status.error}")
-                        return 1
-                return 0
-            except (UnavailableError, DeadlineError) as error:
-                if not was_seen or time.monotonic() - lost_at > AWAY_S or not _may_come_back(run):
+                    was_seen = True
+                    if message.status.state != controller_pb2.RUN_STATE_FAILED:
+                        lost_at, failure = math.inf, ""
+                        view.show(message.status)
+                    elif not failure:
+                        failure = message.status.error
+                        view.show(message.status)
+                        view.note(f"controller: {failure}")
+                if not failure:
+                    return 0
+            except (UnavailableError, DeadlineError, ExhaustedError) as error:
+                if not was_seen or time.monotonic() - lost_at > AWAY_S or not (failure or _may_come_back(run)):
                     raise
                 if lost_at == math.inf:
                     lost_at = time.monotonic()
-                    if isinstance(error, UnavailableError):
-                        view.note("controller: it does not answer, and is being started again")
-                await asyncio.sleep(WATCH_PAUSE_S)
+                    if isinstance(error, UnavailableError) and not failure:
+                        view.note(f"controller: it does not answer; it is waited for, {AWAY_S:.0f} s at the most")
+            if failure and not _is_started_again(run):
+                return 1
+            await asyncio.sleep(WATCH_PAUSE_S)
     finally:
         view.close()
 
@@ -192,6 +206,11 @@ def _may_come_back(run: Run) -> bool:
     elsewhere.
     """
     return run.directory is None or read_record(run.directory) is None or is_under_way(run.directory)
+
+
+def _is_started_again(run: Run) -> bool:
+    """Whether a launcher is at work, which starts a controller that failed again, or is about to end with it."""
+    return run.directory is not None and run.directory.is_dir() and is_under_way(run.directory)
 
 
 async def _profile(run: Run, role: str, num_steps: int) -> int:

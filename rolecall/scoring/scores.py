@@ -107,7 +107,9 @@ class Score:
     @property
     def total(self) -> float:
         """The value and all token rewards together: what an episode returned whose turns are rewarded, too."""
-        return self.value if self.token_rewards is None else math.fsum([self.value, *self.token_rewards.tolist()])
+        if self.token_rewards is None:
+            return self.value
+        return math.fsum([float(np.float32(self.value)), *self.token_rewards.tolist()])  # as a row holds them
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ A worker that dies by itself fails the task it was on with WORKER_DIED. A batch 
 gRPC and no reward arithmetic.
 
 Bounds: MAX_QUEUED_TASKS wait (more are answered OVERLOADED at once); a worker holds at most MAX_TASKS. A task that
-waits is bounded by the deadline of the call it belongs to: a cancelled call's tasks are skipped.
+waits is bounded by its call, whose callers may have left (underway.py): a cancelled call's tasks are skipped.
 """
 
 import asyncio

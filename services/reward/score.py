@@ -196,7 +196,7 @@ def _write(table: Mapping[str, Mapping[str, float]], outcomes: Sequence[Outcome]
 def _as_json(item: reward_pb2.ScoreItem, outcome: Outcome) -> dict[str, Any]:
     if isinstance(outcome, Failure):
         return {"id": item.id, "error": outcome.code, "message": outcome.message}
-    return {"id": item.id, "reward": outcome.value, "components": outcome.components, "answer": outcome.answer}
+    return {"id": item.id, "reward": outcome.total, "components": outcome.components, "answer": outcome.answer}
 
 
 if __name__ == "__main__":

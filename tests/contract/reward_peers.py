@@ -38,10 +38,6 @@ def behave(item: Item) -> float:
                 pass
         case ["sleep", seconds]:
             time.sleep(float(seconds))
-        case ["slow", seconds, path]:
-            with open(path, "a") as file:
-                file.write("called")
-            time.sleep(float(seconds))
         case ["exit"]:
             os._exit(3)
         case ["sys.exit"]:

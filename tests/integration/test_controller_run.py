@@ -209,7 +209,7 @@ async def test_a_watch_goes_on_when_the_controller_is_started_again(
                 watching = asyncio.create_task(steer._steer("watch", watched, False, False))
                 await life.shows(lambda status: status.ledger.generating)
                 await until(lambda: tells("step 0/4"))
-            await until(lambda: tells("controller: it does not answer, and is being started again"))
+            await until(lambda: tells("controller: it does not answer; it is waited for, 600 s at the most"))
             engine.hold = False
             async with run.controller() as life:
                 await life.ends()

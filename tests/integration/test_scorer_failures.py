@@ -302,6 +302,25 @@ async def test_what_tokens_earn_tells_responses_apart_and_is_told_but_is_no_succ
     assert measured["reward/accuracy"] == measured["groups/without_signal"] == 0
 
 
+async def test_totals_are_of_what_the_rows_hold(store: StoreUnderTest, make_settings: MakeSettings) -> None:
+    """In float64 .6 + .8 and .5 + .9 are equal, where a row has .6 as float32 they are not."""
+    pairs = ((0.6, 0.8), (0.5, 0.9))
+    scorer_of_steps = Described(token_rewards=True)
+
+    def reward_pairs(response: reward_pb2.ScoreResponse) -> None:
+        for index, result in enumerate(response.results):
+            result.reward.value, earned = pairs[index % 2]
+            tokens([0.0, earned])(result)
+
+    scorer_of_steps.lie = reward_pairs
+    group = new_group(store)
+    async with serving(scorer_of_steps) as address, scoring(store, make_settings, address) as scorer:
+        scored = await scorer.score(group)
+        again = await scorer.score(group)
+    assert scored.totals_G.tolist() == again.totals_G.tolist()
+    assert scored.has_signal
+
+
 async def test_a_component_that_does_not_apply_is_absent_from_rows_and_measures(
     store: StoreUnderTest, make_settings: MakeSettings, tmp_path: Path
 ) -> None:

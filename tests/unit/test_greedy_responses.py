@@ -65,6 +65,13 @@ def test_a_greedy_responses_token_rewards_are_part_of_what_it_earned() -> None:
     assert columns[0]["advantages"].tolist() == [0, 0, 0.125, 0.125]
 
 
+def test_a_group_whose_rewards_differ_has_signal_though_its_totals_do_not() -> None:
+    """Where an estimator reads rewards token by token their places differ."""
+    scored = replace(group(0, 1.0, 1.0, 0.0), greedy=None)
+    assert replace(scored, totals_G=np.ones(2, np.float32)).has_signal
+    assert not replace(scored, rewards_G=np.ones(2, np.float32), totals_G=np.ones(2, np.float32)).has_signal
+
+
 @pytest.mark.parametrize(
     ("greedy", "rewards", "expected"),
     [(1.0, [1.0], False), (0.0, [1.0], True), (0.0, [1.0, 1.0], True), (0.5, [0.5, 0.0], True)],

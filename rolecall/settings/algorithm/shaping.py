@@ -51,12 +51,14 @@ class ShapingSection(Section):
 
 class FiltersSection(Section):
     """The scored groups that are dropped. Each gives its place back to admission, so another prompt is sampled instead
-    and batches stay full: with without_signal this is DAPO's dynamic sampling. All read the raw reward. A group is
+    and batches stay full: with without_signal this is DAPO's dynamic sampling. All read raw rewards. A group is
     counted under the first that applies, in this order.
     """
 
     without_signal: bool = False
-    """Drop groups whose rewards are all equal (`without_signal`; arXiv:2503.14476, eq. 11)."""
+    """Drop groups whose rewards are all equal, with what tokens or turns earned and without (`without_signal`;
+    arXiv:2503.14476, eq. 11).
+    """
     min_success_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Drop groups in which a smaller share of the responses reaches reward.solved_at (`too_hard`)."""
     max_success_rate: Annotated[float, Field(ge=0, le=1)] = 1.0

@@ -78,10 +78,12 @@ class ScoredGroup:
 
     @property
     def has_signal(self) -> bool:
-        """Whether its totals differ, from one another or from the greedy response's."""
-        return bool(
-            np.ptp(self.totals_G if self.greedy is None else [*self.totals_G, np.float32(self.greedy.total)]) > 0
-        )
+        """Whether its rewards or its totals differ, from one another or from the greedy response's."""
+        rewards, totals = list(self.rewards_G), list(self.totals_G)
+        if self.greedy is not None:
+            rewards.append(np.float32(self.greedy.reward))
+            totals.append(np.float32(self.greedy.total))
+        return bool(np.ptp(rewards) > 0 or np.ptp(totals) > 0)
 
     @property
     def all_rows(self) -> list[trajectory_pb2.RowRef]:

@@ -1,0 +1,59 @@
+"""`rolecall watch` over the lives of a controller, as its stub gives them."""
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.commands import steer
+from rolecall.errors import UnavailableError
+from rolecall.launcher.plan import run_lock
+from rolecall.settings import RpcSection
+from rolecall.v1 import controller_pb2 as pb
+
+RUNNING = pb.RunStatus(run="test", state=pb.RUN_STATE_RUNNING, step=1, total_steps=4)
+FAILED = pb.RunStatus(run="test", state=pb.RUN_STATE_FAILED, step=1, total_steps=4, error="the store was away")
+DONE = pb.RunStatus(run="test", state=pb.RUN_STATE_DONE, step=4, total_steps=4)
+
+
+class Lives:
+    """A controller's stub: each stream is a life, which ends in silence where None stands last."""
+
+    def __init__(self, *lives: Sequence[pb.RunStatus | None]) -> None:
+        self._lives = iter(lives)
+
+    async def WatchRun(self, request: pb.WatchRunRequest, timeout: float) -> AsyncIterator[pb.WatchRunResponse]:
+        for status in next(self._lives):
+            if status is None:
+                raise UnavailableError("nobody listens")
+            yield pb.WatchRunResponse(status=status)
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steer, "WATCH_PAUSE_S", 0.0)
+
+
+async def watch(lives: Any, directory: Path | None) -> int:
+    return await steer._watch(lives, steer.Run("h:1", RpcSection(), directory))
+
+
+async def test_a_controller_that_failed_is_watched_on_while_a_launcher_starts_it_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with run_lock(tmp_path):
+        assert await watch(Lives([RUNNING, FAILED], [FAILED], [None], [RUNNING, DONE]), tmp_path) == 0
+    told = capsys.readouterr().out
+    assert told.count("controller: the store was away") == 1
+    assert "step 4/4" in told
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_run_that_failed_for_good_ends_its_watch(tmp_path: Path, is_known: bool) -> None:
+    assert await watch(Lives([RUNNING, FAILED]), tmp_path if is_known else None) == 1
+
+
+async def test_a_controller_that_was_never_seen_is_not_waited_for() -> None:
+    with pytest.raises(UnavailableError):
+        await watch(Lives([None]), None)
