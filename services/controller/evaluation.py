@@ -37,6 +37,8 @@ SCORE_CHUNK = 256
 """Items per Score call, or a prompt's responses where they are more."""
 LEAST_S = 600.0
 """Seconds that any evaluation gets."""
+ROUNDS = 3
+"""Most times that the rollouts which hold the version are asked for what nobody has answered."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,6 @@ class Evaluation:
         results: dict[int, list[_Response]] = {}
         timeout_s = self._settings.rollout.generation_timeout_s
         width = self._width(held_out)
-        left: set[str] = set()
 
         async def work(rollout: Rollout) -> None:
             while queue:
@@ -137,17 +138,15 @@ class Evaluation:
                         _Response(prompt, answer) async for answer in rollout.stub.Generate(request, timeout=timeout_s)
                     ]
                 except UnavailableError as error:
-                    logger.warning("%s leaves the evaluation: %s", rollout.consumer, error)
-                    queue.append((index, prompt))
-                    left.add(rollout.consumer)
+                    logger.warning("%s breaks off in an evaluation: %s", rollout.consumer, error)
+                    queue.insert(0, (index, prompt))  # behind all others
                     return
                 except RoleCallError as error:
                     logger.warning("evaluation prompt %s failed on %s: %s", request.id, rollout.consumer, error)
 
-        holders = [rollout for rollout in self._fleet.rollouts() if rollout.policy_version == policy_version]
-        while queue and holders:  # again, where one left when the others had found nothing to do any more
+        for _ in range(ROUNDS):  # again, where one broke off when the others had found nothing to do any more
+            holders = [rollout for rollout in self._fleet.rollouts() if rollout.policy_version == policy_version]
             await asyncio.gather(*(work(rollout) for rollout in holders for _ in range(width)))
-            holders = [rollout for rollout in holders if rollout.consumer not in left]
         return [response for index in sorted(results) for response in results[index]]
 
     def _width(self, held_out: HeldOutSet) -> int:

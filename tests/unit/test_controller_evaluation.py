@@ -11,7 +11,7 @@ from rolecall.errors import GenerationError, RoleCallError, UnavailableError
 from rolecall.scoring.scores import Score
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.v1 import reward_pb2, rollout_pb2, trajectory_pb2
-from services.controller.evaluation import Evaluation, HeldOutSet
+from services.controller.evaluation import ROUNDS, Evaluation, HeldOutSet
 
 NUM_PROMPTS, NUM_RESPONSES, VERSION = 3, 2, 7
 
@@ -98,6 +98,31 @@ async def test_what_a_rollout_that_goes_away_was_asked_others_answer(make_settin
     values = await evaluated(make_settings, gone, Replica("r.1"))
     assert gone.asked
     assert values["eval/held/missing"] == 0
+
+
+async def test_a_rollout_whose_connection_broke_once_is_asked_again(make_settings: Callable[..., RunSettings]) -> None:
+    class Interrupted(Replica):
+        async def Generate(
+            self, request: rollout_pb2.GenerateRequest, timeout: float
+        ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+            async for answer in super().Generate(request, timeout):
+                yield answer
+                if len(self.asked) == NUM_PROMPTS:
+                    raise UnavailableError("the stream was reset")
+
+    alone = Interrupted("r.0")
+    settings = make_settings(rollout={"max_num_seqs": NUM_RESPONSES})  # one prompt at a time
+    values = await evaluated(lambda: settings, alone)
+    assert alone.asked == ["0", "1", "2", "2"]
+    assert values["eval/held/missing"] == 0
+
+
+async def test_a_rollout_that_breaks_off_each_time_is_given_up(make_settings: Callable[..., RunSettings]) -> None:
+    gone = Replica("r.0", failing={"1": UnavailableError("gone")})
+    settings = make_settings(rollout={"max_num_seqs": NUM_RESPONSES})
+    values = await evaluated(lambda: settings, gone)
+    assert gone.asked.count("1") == ROUNDS
+    assert values["eval/held/missing"] == NUM_RESPONSES
 
 
 async def test_a_prompt_whose_rollout_goes_away_when_the_others_have_done_theirs_is_answered(
