@@ -1,6 +1,6 @@
 """The rollout's engine beside bare vLLM, many requests at a time: what a token costs the host.
 
-    .venv/bin/python benchmarks/many_requests.py CONFIG.yaml --requests 256 --tokens 384 [--section.key=value ...]
+    .venv/bin/python -m benchmarks.many_requests CONFIG.yaml --requests 256 --tokens 384 [--section.key=value ...]
 
 Both engines are in this process and take turns, round by round: ours as the replica uses it, and an AsyncLLM with
 vLLM's own scheduler, asked for tokens alone and for their logprobs. Prompts are random, responses have all their

@@ -301,6 +301,18 @@ async def test_items_that_take_longer_than_their_caller_waits_are_scored_when_th
     assert codes(outcomes) == ["ok"] * len(items)
 
 
+async def test_an_item_that_hangs_holds_up_no_other_group_that_comes_again_without_it(
+    start_service: StartService,
+) -> None:
+    address = await start_service(mine={**function("behave"), "timeout_s": 60.0})
+    hanging, *others = items_of("hang", "fine")  # one for each worker
+    async with client_of(address, timeout_s=3.0) as client:
+        assert codes(await client.score([hanging, *others])) == ["DEADLINE"] * 2
+        async with asyncio.timeout(30):
+            while codes(await client.score(others)) != ["ok"]:
+                await asyncio.sleep(0.1)
+
+
 async def test_a_killed_worker_loses_no_score(start_service: StartService, tmp_path: Path) -> None:
     address = await start_service(mine={**function("behave"), "max_attempts": 2})
     async with client_of(address, timeout_s=20.0) as client:

@@ -69,12 +69,13 @@ class Scorer:
         return [Score(1.0 - 2**-53) for _ in items]
 
 
-async def evaluated(make_settings: Callable[..., RunSettings], *replicas: Replica) -> dict[str, float]:
+async def evaluated(
+    make_settings: Callable[..., RunSettings], *replicas: Replica, scorer: Any = None
+) -> dict[str, float]:
     section = EvaluationSet.model_validate({"path": "held.jsonl", "num_responses": NUM_RESPONSES})
     prompts = [trajectory_pb2.Prompt(uid=str(i), token_ids=np.ones(2, "<i4").tobytes()) for i in range(NUM_PROMPTS)]
     fleet: Any = Replicas(list(replicas))
-    scorer: Any = Scorer()
-    evaluation = Evaluation(make_settings(), fleet, scorer, [HeldOutSet("held", section, tuple(prompts))])
+    evaluation = Evaluation(make_settings(), fleet, scorer or Scorer(), [HeldOutSet("held", section, tuple(prompts))])
     metrics, _ = await evaluation.run(4, VERSION)
     return metrics.values()
 
@@ -85,6 +86,15 @@ async def test_a_prompt_that_nobody_could_answer_is_missing_and_in_no_mean(
     values = await evaluated(make_settings, Replica("r.0", failing={"1": GenerationError("it cannot")}))
     assert values["eval/held/missing"] == NUM_RESPONSES
     assert values["eval/held/accuracy"] == 1.0
+
+
+async def test_what_tokens_earn_is_reported_and_is_no_success(make_settings: Callable[..., RunSettings]) -> None:
+    class Generous(Scorer):
+        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Score]:
+            return [Score(0.5, token_rewards=np.array([0.25, 0.5, 0.0], np.float32)) for _ in items]
+
+    values = await evaluated(make_settings, Replica("r.0"), scorer=Generous())
+    assert (values["eval/held/reward"], values["eval/held/accuracy"]) == (1.25, 0.0)
 
 
 async def test_only_rollouts_that_hold_the_version_are_asked(make_settings: Callable[..., RunSettings]) -> None:

@@ -230,8 +230,7 @@ def check_run(found: Findings, folder: Path) -> None:
     """The quickstart, actor and rollout in shifts on one GPU."""
     _require_vllm()
     work = folder / "work"
-    shared = ("--model.dtype=bfloat16", "--actor.devices=[0]", "--rollout.devices=[[0]]")
-    place = () if found.dry else (*shared, "--rollout.gpu_memory_utilization=0.2")
+    place = () if found.dry else ("--model.dtype=bfloat16", "--actor.devices=[0]", "--rollout.devices=[[0]]")
     steps = f"--run.num_steps={NUM_STEPS}", "--evaluation.every_steps=100"
     command = [sys.executable, str(HERE / "quickstart.py"), "--folder", str(work), *place, *steps]
     code = subprocess.run(command, check=False).returncode
