@@ -70,12 +70,13 @@ class Scorer:
 
 
 async def evaluated(
-    make_settings: Callable[..., RunSettings], *replicas: Replica, scorer: Any = None
+    make_settings: Callable[..., RunSettings], *replicas: Replica, scorer: Scorer | None = None
 ) -> dict[str, float]:
     section = EvaluationSet.model_validate({"path": "held.jsonl", "num_responses": NUM_RESPONSES})
     prompts = [trajectory_pb2.Prompt(uid=str(i), token_ids=np.ones(2, "<i4").tobytes()) for i in range(NUM_PROMPTS)]
     fleet: Any = Replicas(list(replicas))
-    evaluation = Evaluation(make_settings(), fleet, scorer or Scorer(), [HeldOutSet("held", section, tuple(prompts))])
+    reward: Any = scorer or Scorer()
+    evaluation = Evaluation(make_settings(), fleet, reward, [HeldOutSet("held", section, tuple(prompts))])
     metrics, _ = await evaluation.run(4, VERSION)
     return metrics.values()
 
