@@ -172,6 +172,15 @@ def test_a_target_that_the_model_does_not_have_is_named_with_those_it_has(models
         make_engine(models["moe"])
 
 
+def test_an_adapter_that_would_not_be_found_by_its_matrix_s_name_is_refused(tmp_path: Path) -> None:
+    path = write_qwen3(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    renamed = {name.replace("1.mlp.up_proj", "1.feed.up_proj"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"target_modules: .*'model\.layers\.1\.mlp\.up_proj\.weight'.*\(1 of 14"):
+        make_engine(path)
+
+
 def test_a_checkpoint_holds_adapters_alone_goes_on_bit_for_bit_and_exports_merged_and_apart(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -46,7 +46,7 @@ from rolecall.training.model.compiled import compile_layers, compiling
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.huggingface import ModelFiles
 from rolecall.training.model.logits.logprobs import Wanted
-from rolecall.training.model.lora import adapters_off, add_adapters, base_digest, is_adapter, peft_name
+from rolecall.training.model.lora import adapters_off, add_adapters, base_digest, check_names, is_adapter, peft_name
 from rolecall.training.model.packed_model import PackedModel, PolicyModel, build_model, layers
 from rolecall.training.model.parameters import ParameterFiles
 from rolecall.training.model.router_replay import check_followed, follow_routes
@@ -118,7 +118,9 @@ class FsdpEngine:
         self._base = None
         if options.lora is not None:
             add_adapters(self._model.hf, options.lora)
-            self._base = base_digest(ModelFiles(options.path), options.lora)
+            base = ModelFiles(options.path)
+            check_names(self._model.hf, base)
+            self._base = base_digest(base, options.lora)
         if not trained:
             self._model.requires_grad_(False)
         self._routers = Routers(self._model.hf) if options.routers else None

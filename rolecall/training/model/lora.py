@@ -111,6 +111,20 @@ def base_digest(files: ModelFiles, section: LoraSection) -> str:
     return state.hexdigest()
 
 
+def check_names(hf: PreTrainedModel, files: ModelFiles) -> None:
+    """ConfigError when a matrix that has an adapter in `hf` has another name in the model directory: a sampler and a
+    merge look for its adapter by that name.
+    """
+    matrices = [name.replace(_DOWN, ".weight") for name, _ in hf.named_parameters() if name.endswith(_DOWN)]
+    renamed = [name for name in matrices if name not in files]
+    if renamed:
+        raise ConfigError(
+            f"actor.lora.target_modules: {files.path} has no tensor {renamed[0]!r}, as {type(hf).__name__} calls it "
+            f"({len(renamed)} of {len(matrices)} matrices), so that its adapter would not be found there; name modules "
+            "whose tensors are called alike in both"
+        )
+
+
 def write_adapter(
     path: Path,
     source: Path,
