@@ -38,10 +38,22 @@ def tied(command: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
 
 def parent_of(pid: int) -> int:
     """The process that started `pid` on this machine; 0 when there is none of that number."""
+    return int(_stat(pid)[1])
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for the state of `pid` on this machine ("R": runs, "D": in a call that no signal ends);
+    empty when there is none of that number.
+    """
+    return _stat(pid)[0]
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of proc(5)'s stat from the state on."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0
+        return ["", "0"]
 
 
 if __name__ == "__main__":

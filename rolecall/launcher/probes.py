@@ -25,7 +25,9 @@ MAX_SILENCE_S = 10.0
 """Seconds without an answer from a controller that once answered, after which it is taken for hung."""
 STORE_PROBE_S = 1.0
 MAX_STORE_SILENCE_S = 5.0
-"""Seconds without an answer after which the store is taken for hung."""
+"""Seconds without an answer after which the store is taken for hung; those in which it waits for its disk do not count.
+A checkpoint that is written to the same disk may hold up a sync for longer.
+"""
 
 
 class Probes:
@@ -105,7 +107,7 @@ class Probes:
                     await asyncio.to_thread(store.ping)
                     silent_s = 0.0
                 except StoreUnavailableError:
-                    silent_s += STORE_PROBE_S
+                    silent_s += 0.0 if store.waits_for_disk else STORE_PROBE_S
                 await asyncio.sleep(max(0.0, began + STORE_PROBE_S - time.monotonic()))
             self._condemn(name, f"the store did not answer for {MAX_STORE_SILENCE_S:g} s and was killed")
         except StoreUnavailableError as error:

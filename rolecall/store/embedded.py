@@ -26,7 +26,7 @@ import redis
 from redis import exceptions
 
 from rolecall.errors import ConfigError, RunLockedError, StoreUnavailableError
-from rolecall.lifeline import tied
+from rolecall.lifeline import state_of, tied
 from rolecall.store.users import REPLAYING, ROLES, rights
 
 START_TIMEOUT_S = 120.0
@@ -81,6 +81,13 @@ class EmbeddedStore:
     def pid(self) -> int | None:
         """Process id of the server, None before the first start."""
         return self._process.pid if self._process else None
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether the server is in a call of the kernel that ends by itself alone, as a sync of a busy disk is: it does
+        not hang, and a kill would have to wait as well.
+        """
+        return self._process is not None and state_of(self._process.pid) == "D"
 
     @property
     def log_file(self) -> Path:
