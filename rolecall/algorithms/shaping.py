@@ -89,8 +89,8 @@ def trained_mask(section: ShapingSection, response_mask_T: Array, is_truncated: 
 
 
 def place_rewards(reward: float, response_mask_T: Array, token_rewards_T: Array | None = None) -> Array:
-    """float32 [T]: the scalar reward on the last sampled token, plus the per-token rewards when there are any.
-    InvalidInputError when nothing was sampled.
+    """float64 [T], so that sums do not depend on where a reward stands: the scalar reward on the last sampled token,
+    plus the per-token rewards when there are any. InvalidInputError when nothing was sampled.
     """
     sampled = np.flatnonzero(response_mask_T)
     if not sampled.size:
@@ -98,11 +98,11 @@ def place_rewards(reward: float, response_mask_T: Array, token_rewards_T: Array 
             "a trajectory without a sampled token has no token to reward; its response_mask is all 0"
         )
     rewards_T = (
-        np.zeros(response_mask_T.shape, np.float32)
+        np.zeros(response_mask_T.shape)
         if token_rewards_T is None
-        else token_rewards_T.astype(np.float32) * (response_mask_T != 0)
+        else token_rewards_T.astype(np.float64) * (response_mask_T != 0)
     )
-    rewards_T[sampled[-1]] += np.float32(reward)
+    rewards_T[sampled[-1]] += reward
     return rewards_T
 
 
@@ -114,13 +114,13 @@ def penalise_kl(
     kl_coef: float,
     estimator: str = "k1",
 ) -> Array:
-    """float32 [T]: rewards - kl_coef * KL estimate of each sampled token (InstructGPT, arXiv:2203.02155, eq. 2, token
+    """float64 [T]: rewards - kl_coef * KL estimate of each sampled token (InstructGPT, arXiv:2203.02155, eq. 2, token
     by token).
 
     k1 = log(p / ref) is unbiased and what the paper uses; the others as in kl.py.
     """
     kl_T = np.where(response_mask_T != 0, kl_estimate(logprobs_T, reference_logprobs_T, estimator), 0.0)
-    return (rewards_T - kl_coef * kl_T).astype(np.float32)
+    return np.asarray(rewards_T - kl_coef * kl_T)
 
 
 def kl_estimate(logprobs: Array, reference_logprobs: Array, estimator: str) -> Array:

@@ -29,7 +29,7 @@ from rolecall.rpc.channel import open_channel
 from rolecall.rpc.identity import acting_as
 from rolecall.rpc.listening import require_ports, require_tls, why_not
 from rolecall.rpc.presence import LOOK_S, Ask, health_of, look
-from rolecall.scoring.client import open_client, open_external
+from rolecall.scoring.client import open_client, open_external, taken_problem
 from rolecall.settings import (
     AddressSection,
     CustomLoss,
@@ -242,7 +242,7 @@ def _named(settings: RunSettings) -> Iterator[_Place]:
             "reward.address",
             address_of_reward,
             reward,
-            _describe,
+            _describe_whole,
             lambda: open_client(settings.reward, address_of_reward, rpc)[1],
         )
         return
@@ -280,8 +280,16 @@ def _ask_run(name: str) -> Callable[[grpc.aio.Channel], Awaitable[None]]:
     return ask
 
 
-async def _describe(channel: grpc.aio.Channel) -> None:
-    await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=LOOK_S)
+async def _describe(channel: grpc.aio.Channel) -> reward_pb2.DescribeResponse:
+    stub = reward_pb2_grpc.RewardServiceStub(channel)
+    spec: reward_pb2.DescribeResponse = await stub.Describe(reward_pb2.DescribeRequest(), timeout=LOOK_S)
+    return spec
+
+
+async def _describe_whole(channel: grpc.aio.Channel) -> None:
+    problem = taken_problem(await _describe(channel))
+    if problem:
+        raise ConfigError(problem)
 
 
 def _http_scorer(name: str, scorer: ExternalScorer, settings: RunSettings) -> Iterator[str]:

@@ -22,7 +22,7 @@ from rolecall.scoring.joint import JointCalls
 from rolecall.scoring.peer import Peer
 from rolecall.scoring.retries import with_retries
 from rolecall.scoring.scores import Failure, Outcome, change_of, spec_gaps, spec_problem
-from rolecall.settings import ExternalScorer, RewardSection, RpcSection
+from rolecall.settings import ExternalScorer, RewardSection, RpcSection, taken_names
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 
@@ -51,11 +51,13 @@ class RewardClient:
         is_foreign: bool = False,
         hedge_after_s: float | None = None,
         is_joint: bool = False,
+        is_whole: bool = False,
     ) -> None:
         """`name` and `address` name the scorer in messages; `timeout_s` is the deadline of one call and `max_attempts`
         the tries per call and per item. is_foreign: somebody else wrote it, so that gaps in its description are told.
         hedge_after_s: a Score call that takes longer is made a second time, and whichever answers first counts.
         is_joint: what waits may go together (joint.py); ids must then be unique among all that is scored.
+        is_whole: it is the run's reward and not a component of it, so that its components are metrics of their own.
         """
         self._stub = reward_pb2_grpc.RewardServiceStub(channel)
         self._name = name
@@ -63,6 +65,7 @@ class RewardClient:
         self._timeout_s = timeout_s
         self._max_attempts = max_attempts
         self._is_foreign = is_foreign
+        self._is_whole = is_whole
         self._spec: reward_pb2.DescribeResponse | None = None
         self._first: reward_pb2.DescribeResponse | None = None
         """What it said first; what gives its numbers their meaning must not change after that."""
@@ -114,7 +117,7 @@ class RewardClient:
         if self._is_undescribed:
             self._is_undescribed = False
             self._peer.is_back()
-        problem = spec_problem(spec)
+        problem = spec_problem(spec) or (taken_problem(spec) if self._is_whole else None)
         if problem:
             raise ScorerError(f"scorer {self._name!r} {problem}")
         if self._first is None and self._is_foreign:
@@ -191,6 +194,17 @@ class RewardClient:
         return outcomes
 
 
+def taken_problem(spec: reward_pb2.DescribeResponse) -> str | None:
+    """Returns why the description cannot be that of a run's whole reward; None when it can."""
+    taken = taken_names(component.name for component in spec.components)
+    return (
+        f"declares the components {taken}, and metrics of the whole reward are called so (reward/NAME, eval/SET/NAME); "
+        "rename them there, or name it under reward.components, where its components get a prefix"
+        if taken
+        else None
+    )
+
+
 def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[RewardClient, grpc.aio.Channel]:
     """The controller's client of the run's reward service at `address`, and the channel to close after it. ConfigError
     for an unreadable token or roots.
@@ -213,6 +227,7 @@ def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[
         max_attempts=section.max_attempts,
         is_foreign=not section.components,
         is_joint=True,
+        is_whole=True,
     )
     return client, channel
 

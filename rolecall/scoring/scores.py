@@ -111,6 +111,10 @@ class Score:
             return self.value
         return math.fsum([float(np.float32(self.value)), *self.token_rewards.tolist()])  # as a row holds them
 
+    def reaches(self, solved_at: float) -> bool:
+        """Whether the value is at least `solved_at`, both as float32, which rewards are in training."""
+        return bool(np.float32(self.value) >= np.float32(solved_at))
+
 
 @dataclass(frozen=True)
 class Failure:

@@ -91,6 +91,7 @@ from rolecall.settings.reward import (
     RewardSection,
     ScorerSection,
     shadows_of,
+    taken_names,
 )
 from rolecall.settings.reward_model import ProcessSection, RewardModelSettings
 from rolecall.settings.rubric import Rubric
@@ -248,6 +249,7 @@ __all__ = [
     "shadows_of",
     "store_url_file",
     "tied_to_this_process",
+    "taken_names",
     "token_given",
     "token_variable",
     "validated",

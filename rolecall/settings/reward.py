@@ -1,6 +1,6 @@
 """Sections of the reward: scorers, the components that use them, the service."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -261,7 +261,12 @@ COMPARING = frozenset(
 TAKEN = frozenset({"mean", "std_in_group", "max", "min", "accuracy", "greedy", "kl"}) | frozenset(
     {"missing", "response_tokens", "truncated", "reward", "time_s", "standard_error"}
 )
-"""Names that a component cannot have: they are metrics of a batch's reward, or of an evaluation (docs/metrics.md)."""
+"""Metrics of a batch's reward, or of an evaluation (docs/metrics.md)."""
+
+
+def taken_names(names: Iterable[str]) -> list[str]:
+    """Those of `names` that no component of the whole reward can have, for metrics are called so."""
+    return sorted(name for name in names if name in TAKEN or "@" in name)  # mean@1, pass@8
 
 
 class RewardComponent(Section):
@@ -356,7 +361,7 @@ class RewardSection(ServiceSection):
 
     @model_validator(mode="after")
     def _names_are_free(self) -> Self:
-        for name in sorted(self.components.keys() & TAKEN):
+        for name in taken_names(self.components):
             raise ValueError(
                 f"components.{name}: reward/{name} or eval/SET/{name} is a metric of the whole reward; rename it"
             )

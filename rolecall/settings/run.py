@@ -325,6 +325,14 @@ class RunSettings(Section):
                     f"algorithm.advantage.weights: gdpo weighs {weighed}, which weigh 0 under reward.components: a "
                     "shadow may be absent; give them a weight there, too"
                 )
+            earning = sorted(
+                name for name, scorer in scorers.items() if isinstance(scorer, FunctionScorer) and scorer.token_rewards
+            )
+            if earning:
+                raise ValueError(
+                    f"algorithm.advantage gdpo reads the reward's components, which the token_rewards of {earning} do "
+                    "not reach; use another estimator, or scorers without them"
+                )
             shaping = self.algorithm.shaping.model_dump(
                 include={"clip_min", "clip_max", "normalize", "overlong"}, exclude_none=True
             )

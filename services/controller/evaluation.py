@@ -198,7 +198,7 @@ class Evaluation:
             metrics.mean(f"{prefix}/truncated", float(is_truncated(response.answer.meta)))
         for score in scored.values():
             metrics.mean(f"{prefix}/reward", score.total)
-            metrics.mean(f"{prefix}/accuracy", float(_is_solved(score, self._settings.reward.solved_at)))
+            metrics.mean(f"{prefix}/accuracy", float(score.reaches(self._settings.reward.solved_at)))
             for name, value in score.components.items():
                 metrics.mean(f"{prefix}/{name}", value)
         _summarise_prompts(prefix, held_out.section.num_responses, self._settings.reward.solved_at, scored, metrics)
@@ -216,7 +216,7 @@ def _summarise_prompts(
     votes = any(score.answer is not None for score in scored.values())
     shares = list[float]()
     for scores in by_prompt.values():
-        solved_N = np.array([_is_solved(score, solved_at) for score in scores])
+        solved_N = np.array([score.reaches(solved_at) for score in scores])
         sizes = [k for k in subset_sizes(num_responses) if k <= len(scores)]
         shares.append(float(solved_N.mean()))
         metrics.mean(f"{prefix}/mean@{num_responses}", shares[-1])
@@ -227,11 +227,6 @@ def _summarise_prompts(
                 metrics.mean(f"{prefix}/maj@{k}", chance)
     if len(shares) > 1:
         metrics.max(f"{prefix}/standard_error", stdev(shares) / math.sqrt(len(shares)))
-
-
-def _is_solved(score: Score, solved_at: float) -> bool:
-    """Whether the score reaches `solved_at`, both as float32, which rewards are in training."""
-    return bool(np.float32(score.value) >= np.float32(solved_at))
 
 
 def _token_ids(response: _Response) -> Array:

@@ -23,6 +23,10 @@ from rolecall.v1.trajectory_pb2 import TrainBatch
 from rolecall.wire import Array
 from services.critic import config
 
+_ROUNDING = 1e-12
+"""Share of the mean square of the returns, float32, below which their variance is that of their last bits: then nothing
+can be explained.
+"""
 _SUMS = ("critic/loss",)
 
 
@@ -87,5 +91,5 @@ def _add_explained_variance(context: StoreRankContext, metrics: Metrics, rows: l
         np.array([returns.size, returns.sum(), (returns**2).sum(), errors.sum(), (errors**2).sum()])
     )
     variance = sum_rr / num - (sum_r / num) ** 2 if num else 0.0
-    if context.group.is_leader and variance > 0:
+    if context.group.is_leader and variance > _ROUNDING * sum_rr / max(num, 1):
         metrics.mean("critic/explained_variance", 1 - (sum_ee / num - (sum_e / num) ** 2) / variance)

@@ -160,7 +160,7 @@ def table_of(outcomes: Sequence[Outcome], solved_at: float) -> dict[str, dict[st
         name: _statistics([score.components[name] for score in scores if name in score.components]) for name in names
     }
     if scores:
-        table["reward"]["accuracy"] = float(np.mean([score.value >= solved_at for score in scores]))
+        table["reward"]["accuracy"] = float(np.mean([score.reaches(solved_at) for score in scores]))
     return table
 
 

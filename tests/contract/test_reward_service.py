@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from rolecall.errors import InvalidInputError, ScorerUnavailableError, UnauthenticatedError
+from rolecall.errors import InvalidInputError, ScorerError, ScorerUnavailableError, UnauthenticatedError
 from rolecall.reward import Field, Item, Score, Scorer, all_at_once, description, new_server, one_by_one
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.listening import rpc_section
@@ -423,6 +423,22 @@ async def test_the_controllers_client_is_made_from_the_configuration(start_servi
     client, channel = open_client(RewardSection(address=address), address, RpcSection())
     assert codes(await client.score(items_of("1", truth="1"))) == ["ok"]
     await channel.close()
+
+
+@pytest.mark.parametrize("name", ["mean", "time_s", "pass@1"])
+async def test_a_whole_reward_whose_component_is_called_as_a_metric_is_refused_and_not_under_a_prefix(
+    start_service: StartService, name: str
+) -> None:
+    liar = Liar()
+    liar.spec.components.add(name=name, min=0, max=1)
+    async with serving(liar) as address:
+        client, channel = open_client(RewardSection(address=address), address, RpcSection())
+        with pytest.raises(ScorerError, match=rf"components \['{name}'\].*rename"):
+            await client.describe()
+        await channel.close()
+        service = await start_service(there={"scorer": {"kind": "external", "address": address}})
+        async with client_of(service) as client:
+            assert [part.name for part in (await client.describe()).components] == ["there", f"there/{name}"]
 
 
 async def test_a_batch_of_tiny_items_is_scored_in_milliseconds(start_service: StartService) -> None:

@@ -32,6 +32,19 @@ def run_file(tmp_path: Path) -> Path:
     return config
 
 
+def test_accuracy_is_that_of_a_run_where_weights_have_no_exact_sum(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = yaml.safe_load(run_file.read_text())
+    scorer = {"kind": "exact_match"}
+    tree["reward"] |= {"components": {"a": {"scorer": scorer, "weight": 0.7}, "b": {"scorer": scorer, "weight": 0.1}}}
+    tree["reward"]["solved_at"] = 0.8
+    run_file.write_text(yaml.safe_dump(tree))
+    rows = write_rows(run_file.parent, {"uid": "a", "prompt": "2 + 2", "ground_truth": "4", "response": "4"})
+    assert main([str(rows), "--config", str(run_file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["table"]["reward"]["accuracy"] == 1.0
+
+
 def write_rows(folder: Path, *rows: object) -> Path:
     path = folder / "responses.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

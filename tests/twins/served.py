@@ -119,6 +119,7 @@ class Batches:
     policy_version: int = 0
     coefficients: Coefficients = field(default_factory=Coefficients)
     critic_only: bool = False
+    returns_std: float = 0.1
 
     def sampled(self, num_groups: int | None = None) -> list[CommittedGroup]:
         """Returns committed groups that nobody scored."""
@@ -176,7 +177,7 @@ class Batches:
                     "loss_mask": mask,
                     "advantages": spread,
                     "values": 0.1 * noise * mask,
-                    "returns": (0.5 + 0.1 * noise).astype(np.float32) * mask,
+                    "returns": (0.5 + self.returns_std * noise.astype(np.float64)).astype(np.float32) * mask,
                 }
             )
         self.store.rows.put(

@@ -100,6 +100,7 @@ def test_gdpo_weighs_components_that_exist_and_nothing_that_does_not_reach_them(
         ({"kind": "gdpo", "weights": {"long": 1}}, {"reward": SCORED}),
         ({"kind": "gdpo", "weights": {"seen/part": 1}}, {"reward": WITH_A_SHADOW}),
         ({"kind": "gdpo"}, {"reward": SCORED, "algorithm": {"shaping": {"clip_max": 1.0}}}),
+        ({"kind": "gdpo"}, {"reward": STEPS}),
         ({"kind": "gdpo"}, {"reward": SCORED, "algorithm": {"kl": KL}, "references": {"ref": {}}}),
     ):
         with pytest.raises(ValidationError, match="gdpo"):

@@ -75,6 +75,16 @@ def test_process_supervision_uses_the_token_rewards_where_they_are_and_refuses_a
         prepare(settings, 0, [group(1, 0.0, 0.0)], [row(0), row(0)])
 
 
+@pytest.mark.parametrize("value", [1.0, 10.0, 1000.0])
+def test_responses_that_earned_the_same_at_other_places_have_no_advantage(value: float) -> None:
+    early, late = np.array([0, 0, 0.1, 0], np.float32), np.array([0, 0, 0, 0.1], np.float32)
+    settings = run_settings(algorithm={"groups_per_batch": 1, "advantage": {"kind": "grpo"}})
+    rows = [{**row(value), "token_rewards": earned} for earned in (early, late)]
+    _, columns = prepare(settings, 0, [group(1, value, value)], rows)
+    assert not np.concatenate([column["advantages"] for column in columns]).any()
+    assert {column["advantages"].dtype for column in columns} == {np.dtype(np.float32)}
+
+
 def test_a_users_function_gets_the_columns_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])  # what the loader adds to it ends with the test
     (tmp_path / "surprise_for_a_test.py").write_text(

@@ -57,9 +57,9 @@ class ScoredBatch:
     offsets: Array
     """int64 [B + 1]: trajectory b is [offsets[b], offsets[b + 1]) of everything [N]."""
     rewards_N: Array
-    """float32 per-token rewards, after shaping; float64 stays float64, and results are of the same type."""
+    """float32 per-token rewards, after shaping, or float64; results are of the same type."""
     totals_B: Array
-    """float64: the sum of each trajectory's rewards."""
+    """float64: the sum of each trajectory's rewards, rounded to float32, so that what earned the same is equal."""
     response_mask_N: Array
     """uint8, 1 = sampled by the policy."""
     loss_mask_N: Array
@@ -93,7 +93,7 @@ class ScoredBatch:
             gids_B=np.asarray(gids, np.int64),
             offsets=np.cumsum([0, *(mask_T.size for mask_T in response_masks)]),
             rewards_N=np.concatenate(rewards),
-            totals_B=np.array([rewards_T.sum(dtype=np.float64) for rewards_T in rewards]),
+            totals_B=np.array([np.float32(rewards_T.sum(dtype=np.float64)) for rewards_T in rewards], np.float64),
             response_mask_N=np.concatenate(response_masks),
             loss_mask_N=np.concatenate(loss_masks),
             columns={name: np.concatenate(rows) for name, rows in (columns or {}).items()},

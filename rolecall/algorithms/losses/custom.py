@@ -31,5 +31,5 @@ def custom(batch: PolicyBatch, section: CustomLoss) -> TokenLosses:
     # What stands outside the mask weighs 0, which a number that is not finite would survive.
     return TokenLosses(
         torch.where(batch.mask_N, result.losses_N, 0.0),
-        {name: column_N.detach() for name, column_N in result.shown.items()},
+        {f"custom/{name}": column_N.detach() for name, column_N in result.shown.items()},
     )

@@ -140,7 +140,7 @@ class GaeAdvantage(EstimatorSection):
     whiten: bool = True
     """Subtract the batch's mean and divide by its standard deviation, over trained tokens."""
     bootstrap_truncated: bool = False
-    """Take the critic's value after the last token of a response that was cut off at sampling.max_tokens, instead of 0.
+    """Take the critic's value after the last token of a truncated response, instead of 0.
 
     For rewards that say nothing of the rest; a scorer's reward for a response that never came to its answer is
     final, and with a bootstrap not finishing would cost nothing.

@@ -36,8 +36,8 @@ class ShapingSection(Section):
     overlong: OverlongSection | None = None
     """Soft punishment of long responses, after normalisation; absent: none."""
     mask_truncated: bool = False
-    """Train no token of a response that was cut off at sampling.max_tokens (DAPO's overlong filtering). Its reward
-    still counts in its group.
+    """Train no token of a truncated response: one cut off at sampling.max_tokens, or an episode that anything but its
+    environment's own end ended (DAPO's overlong filtering). Its reward still counts in its group.
     """
 
     @model_validator(mode="after")
@@ -64,7 +64,7 @@ class FiltersSection(Section):
     max_success_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Drop groups in which a greater share does (`too_easy`)."""
     all_truncated: bool = False
-    """Drop groups whose responses were all cut off at sampling.max_tokens (`all_truncated`)."""
+    """Drop groups whose responses were all truncated, as in shaping.mask_truncated (`all_truncated`)."""
     max_mean_tokens: PositiveInt | None = None
     """Drop groups whose responses are longer than this in the mean (`too_long`); absent: no bound."""
     max_dropped_per_step: PositiveInt = 1024

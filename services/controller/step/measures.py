@@ -136,7 +136,8 @@ def of_batch(
                 _of_tokens(metrics, episode.tokens)
             for end, name in EPISODE_ENDS.items():
                 metrics.mean(f"episode/{name}", float(episode.ended_by == end))
-        metrics.mean("groups/without_signal", float(not group.has_signal))
+        if len(group.rows) > 1 or group.greedy is not None:  # one response alone is compared with nothing
+            metrics.mean("groups/without_signal", float(not group.has_signal))
         metrics.max("rollout/group_s", group.generation_s)
         staleness = step - step_of_version.get(group.min_policy_version, step)
         metrics.mean("staleness/mean", staleness)

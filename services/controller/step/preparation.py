@@ -6,7 +6,7 @@ the same bits. assembly.py says which groups a batch has; the numbers are those 
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 
 import numpy as np
@@ -110,7 +110,7 @@ def prepare(
         if algorithm.wants_greedy_response
         else None,
     )
-    result = estimate(algorithm.advantage, batch)
+    result = estimate(algorithm.advantage, replace(batch, rewards_N=batch.rewards_N.astype(np.float32)))
     advantages = batch.rows(result.advantages_N)
     if algorithm.distillation is not None:
         advantages = _distilled(algorithm.distillation, policy_column(algorithm), advantages, rows, loss_masks)
@@ -214,7 +214,7 @@ def _distilled(
 def _placed_rewards(
     settings: RunSettings, raw_B: Array, rows: Sequence[Mapping[str, Array]], moments: Moments
 ) -> list[Array]:
-    """B arrays float32 [T]: shaped, on their tokens."""
+    """B arrays float64 [T]: shaped, on their tokens."""
     num_tokens_B = np.array([int(row["response_mask"].sum()) for row in rows])
     shaped_B = shape_rewards(
         settings.algorithm.shaping, raw_B.astype(np.float64), num_tokens_B, moments, settings.sampling.max_tokens

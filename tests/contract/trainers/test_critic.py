@@ -1,5 +1,6 @@
 """What CriticService promises, over a real connection, a real store and a tiny real model."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from rolecall.settings import RunSettings
 from rolecall.v1.training_pb2 import ComputeColumnRequest, TrainRequest
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.served import Batches, MakeRun, served_critic, settings_tree, train, values_of
+
+COLUMNS = ("loss_mask", "values", "returns")
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ async def test_the_explained_variance_is_that_of_the_trained_tokens(
     batch = batches.sealed(0)
     async with served_critic(make_run(), store) as (_, critic):
         result = await train(critic, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest))
-    rows = store.rows.read(batch.rows, ["loss_mask", "values", "returns"])
+    rows = store.rows.read(batch.rows, COLUMNS)
     values, returns = (
         np.concatenate([row[name][row["loss_mask"] != 0] for row in rows]).astype(float)
         for name in ("values", "returns")
@@ -72,9 +75,12 @@ async def test_the_explained_variance_is_that_of_the_trained_tokens(
     assert values_of(result)["critic/explained_variance"] == pytest.approx(expected)
 
 
-async def test_its_own_number_of_minibatches_comes_before_the_actors(
+async def test_nothing_is_explained_of_returns_that_differ_in_their_last_bits(
     store: StoreUnderTest, make_run: MakeRun, batches: Batches
 ) -> None:
-    async with served_critic(make_run(num_minibatches=4), store) as (rig, critic):
-        await train(critic, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batches.sealed(0).digest))
-        assert rig.engine.context.engine.num_updates == 4
+    batch = replace(batches, returns_std=3e-8).sealed(0)
+    async with served_critic(make_run(), store) as (_, critic):
+        result = await train(critic, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest))
+    returns = np.concatenate([row["returns"][row["loss_mask"] != 0] for row in store.rows.read(batch.rows, COLUMNS)])
+    assert np.unique(returns).size > 1
+    assert "critic/explained_variance" not in values_of(result)

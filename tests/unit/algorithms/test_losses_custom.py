@@ -41,7 +41,7 @@ def test_the_example_learns_from_unlikely_tokens_alone() -> None:
     )
     losses = token_losses(section, batch())
     assert losses.losses_N.tolist() == pytest.approx([-1.2, 0.0, 0.0])
-    assert losses.shown["unlikely"].tolist() == [True, False, True]
+    assert losses.shown["custom/unlikely"].tolist() == [True, False, True]
 
 
 def test_its_columns_are_packed_for_it() -> None:
