@@ -280,14 +280,13 @@ def _ask_run(name: str) -> Callable[[grpc.aio.Channel], Awaitable[None]]:
     return ask
 
 
-async def _describe(channel: grpc.aio.Channel) -> reward_pb2.DescribeResponse:
-    stub = reward_pb2_grpc.RewardServiceStub(channel)
-    spec: reward_pb2.DescribeResponse = await stub.Describe(reward_pb2.DescribeRequest(), timeout=LOOK_S)
-    return spec
+async def _describe(channel: grpc.aio.Channel) -> None:
+    await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=LOOK_S)
 
 
 async def _describe_whole(channel: grpc.aio.Channel) -> None:
-    problem = taken_problem(await _describe(channel))
+    stub = reward_pb2_grpc.RewardServiceStub(channel)
+    problem = taken_problem(await stub.Describe(reward_pb2.DescribeRequest(), timeout=LOOK_S))
     if problem:
         raise ConfigError(problem)
 

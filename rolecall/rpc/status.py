@@ -24,7 +24,10 @@ _DETAILS_KEY = "grpc-status-details-bin"
 _MAX_MESSAGE_BYTES = 1500
 _MAX_DETAIL_CHARS = 200
 _MAX_DETAILS = 8
-_TOO_LARGE = re.compile(r"larger than max|exceeds (the )?max", re.IGNORECASE)
+_TOO_LARGE = re.compile(
+    r"\bmessage (after decompression )?(is )?(larger than max|exceeds (the )?maximum (configured message )?size)",
+    re.IGNORECASE,
+)
 """How gRPC's implementations say, with RESOURCE_EXHAUSTED, that a message is beyond a size limit: no pause would help.
 """
 

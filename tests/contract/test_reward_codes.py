@@ -132,6 +132,15 @@ async def test_a_message_that_is_too_large_is_no_rate_limit(details: str) -> Non
     assert len(servicer.calls["Score"]) == 1
 
 
+@pytest.mark.parametrize(
+    "details",
+    ["request rate exceeds maximum of 100/s", "open sessions: 9 exceeds max_sessions 8", "larger than maxima"],
+)
+async def test_a_limit_of_a_servers_own_is_waited_for_however_it_is_worded(details: str) -> None:
+    servicer = Refusing("Score", grpc.StatusCode.RESOURCE_EXHAUSTED, times=1, details=details)
+    assert await scored_by(servicer) == [Score(0.5)] * 2
+
+
 class HoldingBack(Refusing):
     """Answers no call that came before the refused one was known of: until another call than the first `size`."""
 

@@ -34,7 +34,8 @@ def get_run(request: bytes, context: Any) -> bytes:
 def describe(request: bytes, context: Any) -> bytes:
     if ("authorization", "Bearer right") not in context.invocation_metadata():
         context.abort(grpc.StatusCode.UNAUTHENTICATED, "no")
-    return reward_pb2.DescribeResponse(name="scorer").SerializeToString()
+    spec = reward_pb2.DescribeResponse(name="scorer", components=[reward_pb2.ComponentSpec(name="accuracy")])
+    return spec.SerializeToString()
 
 
 def serve(opened: ExitStack, credentials: grpc.ServerCredentials | None = None) -> str:
@@ -110,6 +111,10 @@ LOCAL = {"actor": {}, "rollout": {"num_replicas": 1}}
         ),
         ("reward.address={web}", "reward.address {web} is somebody else's"),
         ("reward.address={roles}", "reward.address {roles} refuses the credentials"),
+        (
+            "reward={{address: '{scorer}', ca_file: '{ca}', bearer_token_file: '{folder}/right'}}",
+            "reward.address {scorer} declares the components ['accuracy'], and metrics of the whole reward",
+        ),
         (
             "reward.address=scorer.example:50051",
             "reward: scorer.example:50051 is beyond this machine and the connection has no TLS; set rpc.tls",

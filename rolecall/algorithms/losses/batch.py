@@ -71,4 +71,6 @@ class TokenLosses:
     losses_N: torch.Tensor
     """[N] with the graph; finite everywhere, meaningful where the mask is true."""
     shown: Mapping[str, torch.Tensor]
-    """Detached [N] (bool or float), averaged over the mask as metrics actor/<name>; those of a function of one's own as actor/custom/<name>."""
+    """Detached [N] (bool or float), averaged over the mask as metrics actor/<name>; those of a function of one's own as
+    actor/custom/<name>.
+    """
