@@ -112,10 +112,6 @@ LOCAL = {"actor": {}, "rollout": {"num_replicas": 1}}
         ("reward.address={web}", "reward.address {web} is somebody else's"),
         ("reward.address={roles}", "reward.address {roles} refuses the credentials"),
         (
-            "reward={{address: '{scorer}', ca_file: '{ca}', bearer_token_file: '{folder}/right'}}",
-            "reward.address {scorer} declares the components ['accuracy'], and metrics of the whole reward",
-        ),
-        (
             "reward.address=scorer.example:50051",
             "reward: scorer.example:50051 is beyond this machine and the connection has no TLS; set rpc.tls",
         ),
@@ -232,6 +228,13 @@ def test_what_is_there_is_told(tmp_path: Path, places: dict[str, str]) -> None:
     assert {f"actor.address {places['roles']} answers", f"{C}.address {places['scorer']} answers"} < set(
         out.getvalue().splitlines()
     )
+
+
+def test_a_reward_whose_components_are_called_as_metrics_is_told(tmp_path: Path, places: dict[str, str]) -> None:
+    section = {"address": "{scorer}", "ca_file": "{ca}", "bearer_token_file": "{folder}/right", "components": "{{}}"}
+    reward = [f"reward.{name}={value.format(**places)}" for name, value in section.items()]
+    (told,) = find_problems(load_settings(write_light_config(tmp_path), reward), io.StringIO())
+    assert told.startswith(f"reward.address {places['scorer']} declares the components ['accuracy'], and metrics of")
 
 
 def test_another_role_at_an_address_is_told(tmp_path: Path, places: dict[str, str]) -> None:
