@@ -15,6 +15,12 @@ from rolecall.settings import KL_ERROR_BOUND, AlgorithmSection
 from rolecall.v1.trajectory_pb2 import Coefficients
 
 
+LOWEST_KL_COEF = 1e-3
+"""Share of its first value that an adaptive KL coefficient keeps: it moves by factors, so that one that fell through a
+thousand quiet steps would take as many to come back, and at last be 0 and stay so.
+"""
+
+
 @dataclass(frozen=True)
 class Control:
     """The coefficients as they stand before a step."""
@@ -54,10 +60,8 @@ def advance(
     """
     adaptive, section = algorithm.kl.adaptive if algorithm.kl is not None else None, algorithm.entropy
     if adaptive is not None and kl is not None:
-        control = replace(
-            control,
-            kl_coef=kl_coef_next(control.kl_coef, kl, num_samples, target=adaptive.target, horizon=adaptive.horizon),
-        )
+        kl_coef = kl_coef_next(control.kl_coef, kl, num_samples, target=adaptive.target, horizon=adaptive.horizon)
+        control = replace(control, kl_coef=max(kl_coef, algorithm.kl.kl_coef * LOWEST_KL_COEF))
     if section is not None and section.target is not None and entropy is not None:
         entropy_coef = entropy_coef_next(
             control.entropy_coef,

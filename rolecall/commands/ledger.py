@@ -154,7 +154,7 @@ def _tell(settings: RunSettings, connection: Connection, id: str, as_json: bool,
     run = settings.run.name
     file = settings.run.dir / "history.jsonl"
     last = max(last_drained_id(file), last_event_id(connection, run), key=order)  # the file's where the store was lost
-    events = own_events(list(read_history(connection, run, file, last)), int(gid))
+    events = own_events(read_history(connection, run, file, last), int(gid))
     if not events:
         raise NotFoundError(f"run {run} admitted no group {gid}")
     rows = Rows(connection, run, settings.store.num_shards)

@@ -1,6 +1,6 @@
 """The history of one group or trajectory, for people: what happened, when, to whom, and why."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 import numpy as np
@@ -11,7 +11,7 @@ from rolecall.store.rows import Rows
 from rolecall.v1.trajectory_pb2 import FinishReason
 
 
-def own_events(events: Sequence[Event], gid: int) -> list[Event]:
+def own_events(events: Iterable[Event], gid: int) -> list[Event]:
     """The events of group `gid`, and the new lineages that came after it was admitted."""
     found: list[Event] = []
     for event in events:

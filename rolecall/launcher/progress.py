@@ -6,7 +6,7 @@ Owns which metrics are shown and how. Reads RunStatus messages and nothing else.
 import contextlib
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Protocol, TextIO
 
@@ -46,8 +46,11 @@ SHOWN: Mapping[str, tuple[str, _Format]] = {
 LONG_WAIT_S = 15.0
 """A wait of a running run that lasts this long is worth a line.
 
-It must also be longer than twice the longest one before, for large models take their time.
+It must also be longer than twice the longest of the _NUM_WAITS before, for large models take their time.
 """
+
+_NUM_WAITS = 50
+"""Waits of some ten steps, after which one that was long for a reason is forgotten."""
 
 TROUBLE_S = 5.0
 """Trouble that lasts this long is worth a line, LONG_WAIT_S while the roles start: a limit of a scorer's rate comes and
@@ -110,7 +113,7 @@ class PlainView:
         """Step and what is awaited in it."""
         self._awaited_since = 0.0
         self._wait_said = True
-        self._longest_wait_s = 0.0
+        self._waits_s: deque[float] = deque(maxlen=_NUM_WAITS)
         self._dropped: Counter[str] = Counter()
         """Groups dropped, by reason, as last heard."""
         self._has_heard_of_drops = False
@@ -168,10 +171,12 @@ class PlainView:
         awaited = (status.step, "" if status.state == controller_pb2.RUN_STATE_STARTING else status.waiting_for)
         if awaited != self._awaited:
             if self._awaited[1]:
-                self._longest_wait_s = max(self._longest_wait_s, self._clock() - self._awaited_since)
+                self._waits_s.append(self._clock() - self._awaited_since)
             self._awaited, self._awaited_since, self._wait_said = awaited, self._clock(), not awaited[1]
+        if status.state == controller_pb2.RUN_STATE_PAUSED:  # what people asked for is no wait
+            self._awaited_since = self._clock()
         waited_s = self._clock() - self._awaited_since
-        if not self._wait_said and waited_s >= max(LONG_WAIT_S, 2 * self._longest_wait_s):
+        if not self._wait_said and waited_s >= max(LONG_WAIT_S, 2 * max(self._waits_s, default=0.0)):
             self._wait_said = True
             self.note(
                 f"waiting  step {status.step}/{status.total_steps}  for {status.waiting_for}, for {waited_s:.0f} s now"

@@ -26,7 +26,7 @@ from typing import TextIO
 from opentelemetry import context as otel_context
 from opentelemetry import metrics as otel_metrics
 from opentelemetry import trace
-from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.metrics import CallbackOptions, Observation, _Gauge
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
@@ -137,12 +137,17 @@ def export(metrics: "Metrics") -> None:
     """Shows the numbers to the OpenTelemetry collector as gauge `rolecall.metric` with attributes `name` and
     `reduction`.
     """
-    gauge = otel_metrics.get_meter(INSTRUMENTATION).create_gauge(
-        "rolecall.metric", description="A step's number, reduced as the attribute says."
-    )
     for metric in metrics.to_proto():
         reduction = trajectory_pb2.Reduction.Name(metric.reduction).removeprefix("REDUCTION_").lower()
-        gauge.set(metric.value, {**_LABELS, "name": metric.name, "reduction": reduction})
+        _gauge().set(metric.value, {**_LABELS, "name": metric.name, "reduction": reduction})
+
+
+@cache
+def _gauge() -> _Gauge:
+    """The instrument of `export`, made once: where nobody reads, OpenTelemetry keeps all that were ever made."""
+    return otel_metrics.get_meter(INSTRUMENTATION).create_gauge(
+        "rolecall.metric", description="A step's number, reduced as the attribute says."
+    )
 
 
 def show_states(clock: StateClock) -> None:

@@ -102,6 +102,26 @@ def test_a_wait_is_worth_a_line_only_when_it_is_long_for_this_run() -> None:
     assert out.getvalue().splitlines()[3:] == ["waiting  step 4/20  for training of step 4, for 61 s now"]
 
 
+def test_neither_a_pause_nor_an_old_wait_hides_one_that_is_long() -> None:
+    out, now = io.StringIO(), [0.0]
+    view = PlainView(out, lambda: now[0])
+
+    def wait(step: int, seconds: float, state: controller_pb2.RunState.ValueType) -> str:
+        waiting = status(step)
+        waiting.waiting_for, waiting.state = "training", state
+        before = len(out.getvalue())
+        for now[0] in (now[0], now[0] + seconds):
+            view.show(waiting)
+        return out.getvalue()[before:]
+
+    wait(3, 1e6, controller_pb2.RUN_STATE_PAUSED)
+    assert "waiting  step 3/20" in wait(3, 40.0, controller_pb2.RUN_STATE_RUNNING)
+    assert "waiting  step 4/20" in wait(4, 1e5, controller_pb2.RUN_STATE_RUNNING)
+    for step in range(5, 60):
+        assert "waiting" not in wait(step, 10.0, controller_pb2.RUN_STATE_RUNNING)
+    assert "waiting  step 60/20  for training, for 40 s now" in wait(60, 40.0, controller_pb2.RUN_STATE_RUNNING)
+
+
 def test_a_lost_worker_says_why() -> None:
     out = io.StringIO()
     lost = status(3)

@@ -140,6 +140,18 @@ def test_a_span_that_nobody_is_shown_has_ids_and_records_nothing() -> None:
         assert not span.get_span_context().trace_flags.sampled, "whoever is called need not record it either"
 
 
+def test_numbers_that_nobody_reads_leave_nothing_behind() -> None:
+    code = (
+        "import tracemalloc; from rolecall import telemetry; from rolecall.settings import TelemetrySection\n"
+        "telemetry.configure(TelemetrySection(), 'controller', 'controller')\n"
+        "metrics = telemetry.Metrics(); metrics.sum('tokens', 5); telemetry.export(metrics); tracemalloc.start()\n"
+        "for _ in range(1000): telemetry.export(metrics)\n"
+        "print(tracemalloc.get_traced_memory()[0])\n"
+    )
+    kept = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True).stdout
+    assert int(kept) < 100_000, "bytes; each export left 600"
+
+
 @pytest.mark.parametrize("traceparent", ["", "nonsense", "00-0-0-00"])
 def test_an_absent_or_broken_traceparent_begins_a_trace_of_its_own(traceparent: str) -> None:
     with telemetry.attached(traceparent):

@@ -17,7 +17,9 @@ KlEstimator: TypeAlias = Literal["k1", "k2", "k3", "abs"]
 
 
 class AdaptiveKl(Section):
-    """The coefficient follows the KL toward a target (Ziegler et al., arXiv:1909.08593, section 2.2)."""
+    """The coefficient follows the KL toward a target (Ziegler et al., arXiv:1909.08593, section 2.2), and never falls
+    below a thousandth of kl_coef.
+    """
 
     target: PositiveFloat
     """The KL to be held, as the estimator measures it: nats per token, a mean over the batch: over trained tokens with

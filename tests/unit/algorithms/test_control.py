@@ -43,6 +43,19 @@ def test_a_kl_that_falls_as_the_coefficient_rises_settles_at_its_target() -> Non
     assert coef == pytest.approx(0.2, rel=1e-3)
 
 
+def test_a_kl_coefficient_comes_back_after_any_number_of_quiet_steps() -> None:
+    algorithm = AlgorithmSection(
+        groups_per_batch=1, kl=KlSection(reference="ref", kl_coef=0.05, adaptive=AdaptiveKl(target=0.1))
+    )
+    control = start(algorithm)
+    for _ in range(100_000):
+        control = advance(algorithm, control, kl=0.0, entropy=None, num_samples=1024)
+    assert control.kl_coef == pytest.approx(0.05e-3)
+    for _ in range(400):
+        control = advance(algorithm, control, kl=1.0, entropy=None, num_samples=1024)
+    assert control.kl_coef > 0.05
+
+
 @pytest.mark.parametrize(
     ("coef", "entropy", "expected"),
     [
