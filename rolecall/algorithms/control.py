@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from rolecall.settings import KL_ERROR_BOUND, AlgorithmSection
 from rolecall.v1.trajectory_pb2 import Coefficients
 
-
 LOWEST_KL_COEF = 1e-3
 """Share of its first value that an adaptive KL coefficient keeps: it moves by factors, so that one that fell through a
 thousand quiet steps would take as many to come back, and at last be 0 and stay so.
@@ -58,10 +57,11 @@ def advance(
     `kl` is of the configured estimator: metric actor/reference_kl where the KL is in the loss, the mean of the penalty
     where it is in the reward. `entropy` is metric actor/entropy.
     """
-    adaptive, section = algorithm.kl.adaptive if algorithm.kl is not None else None, algorithm.entropy
-    if adaptive is not None and kl is not None:
-        kl_coef = kl_coef_next(control.kl_coef, kl, num_samples, target=adaptive.target, horizon=adaptive.horizon)
-        control = replace(control, kl_coef=max(kl_coef, algorithm.kl.kl_coef * LOWEST_KL_COEF))
+    of_kl, section = algorithm.kl, algorithm.entropy
+    if of_kl is not None and of_kl.adaptive is not None and kl is not None:
+        target, horizon = of_kl.adaptive.target, of_kl.adaptive.horizon
+        kl_coef = kl_coef_next(control.kl_coef, kl, num_samples, target=target, horizon=horizon)
+        control = replace(control, kl_coef=max(kl_coef, of_kl.kl_coef * LOWEST_KL_COEF))
     if section is not None and section.target is not None and entropy is not None:
         entropy_coef = entropy_coef_next(
             control.entropy_coef,
