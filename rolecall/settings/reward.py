@@ -265,7 +265,7 @@ TAKEN = frozenset({"mean", "std_in_group", "max", "min", "accuracy", "greedy", "
 
 
 def taken_names(names: Iterable[str]) -> list[str]:
-    """Those of `names` that no component of the whole reward can have, for metrics are called so."""
+    """Returns those of `names` that no component of the whole reward can have, for metrics are called so."""
     return sorted(name for name in names if name in TAKEN or "@" in name)  # mean@1, pass@8
 
 
