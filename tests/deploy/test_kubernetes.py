@@ -57,6 +57,10 @@ def test_what_lies_in_the_folder_and_is_of_another_run_is_not_written_beside(
     ("override", "told"),
     [
         ("--run.name=Sort_Digits", "run.name 'Sort_Digits' names objects of Kubernetes"),
+        *(
+            (f"--run.name='{name}'", f"run.name '{name}' names objects of Kubernetes, whose YAML takes it for a number")
+            for name in ("2026", "1e5", "08", "0o17", "0x1f", "2026-11-28", "on", "null", "y")
+        ),
         ("--model.path=/home/me/model", "model.path is /home/me/model, which a container does not see"),
         ("--weights.ports=x", "weights.ports"),
         (
