@@ -26,8 +26,6 @@ COMPONENTS = ["base-gpu/gpu-nvidia", *sorted(f"components/{folder.name}" for fol
 ONE_OF = [{"components/hpa", "components/keda"}, {"components/prometheus", "components/prometheus-istio"}]
 """Components that would both do the same."""
 SCALERS = {"components/hpa": "HorizontalPodAutoscaler", "components/keda": "ScaledObject"}
-PRIVILEGED = {"components/rdma"}
-"""Components that need more than the standard "restricted" allows."""
 
 needs_kustomize = pytest.mark.skipif(
     builder() is None, reason="needs kustomize or kubectl (Debian: kustomize, of trixie)"
@@ -210,9 +208,11 @@ def test_every_pod_keeps_the_rules(base: str) -> None:
 @needs_kustomize
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_no_component_takes_a_rule_away(component: str) -> None:
-    broken = [rule for pod in pods_of(built("base-gpu", component)) for rule in broken_rules(pod)]
-    allowed = {"actor: has no capability", "rollout: has no capability"} if component in PRIVILEGED else set()
-    assert set(broken) <= allowed
+    """No capability either: a process that is not root would not get it."""
+    objects = built("base-gpu", component)
+    assert [rule for pod in pods_of(objects) for rule in broken_rules(pod)] == []
+    (namespace,) = of_kind(objects, "Namespace").values()
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
 
 
 @pytest.mark.parametrize(
