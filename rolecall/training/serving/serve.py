@@ -73,9 +73,10 @@ async def on_shift(settings: RunSettings, takes_shifts: bool) -> AsyncIterator[N
         post.close()
 
 
-def make_server(settings: RunSettings, section: TrainerSection, name: str) -> Server:
-    """A server where the section `name` says."""
-    return Server(settings.rpc, section.bind or section.address or "127.0.0.1:0", setting=f"{name}.bind")
+def make_server(settings: RunSettings, section: TrainerSection, name: str, *, max_age_s: float | None = None) -> Server:
+    """A server where the section `name` says. max_age_s: as in Server."""
+    bind = section.bind or section.address or "127.0.0.1:0"
+    return Server(settings.rpc, bind, setting=f"{name}.bind", max_age_s=max_age_s)
 
 
 async def serve_role(
