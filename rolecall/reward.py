@@ -27,6 +27,7 @@ from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.rpc import role_process
 from rolecall.rpc.identity import Admission
 from rolecall.rpc.listening import rpc_section
+from rolecall.rpc.options import REPLICA_AGE_S
 from rolecall.rpc.server import Server
 from rolecall.rpc.tls import read_token
 from rolecall.scoring.scores import (
@@ -220,8 +221,10 @@ class Scorer(reward_pb2_grpc.RewardServiceServicer):
 
 
 def new_server(scorer: Scorer, address: str, rpc: RpcSection) -> Server:
-    """A server of `scorer`, not started: for a process that serves it beside other things."""
-    server = Server(rpc, address, setting="address", client_certificates=False)
+    """A server of `scorer`, not started: for a process that serves it beside other things. There may be several behind
+    one address.
+    """
+    server = Server(rpc, address, setting="address", client_certificates=False, max_age_s=REPLICA_AGE_S)
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, scorer, SERVICE_NAME)
     return server
 

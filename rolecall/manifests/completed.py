@@ -16,8 +16,8 @@ RANKS_PORT = 29400
 """Where the ranks of a trainer meet."""
 METRICS_PORT = 9464
 """Where each role shows its numbers."""
-PORTS = "29500-29599"
-"""weights.ports of a cluster, where the file has none, or null."""
+PORTS = "28400-29399"
+"""weights.ports of a cluster, where the file has none, or null: enough for eight ranks of several axes in a pod."""
 TLS_FOLDER = "/run/rolecall/tls"
 """Where each role finds its own tls.crt, tls.key and ca.crt."""
 

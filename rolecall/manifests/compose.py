@@ -71,6 +71,12 @@ def _require_one_machine(settings: RunSettings, local: list[str]) -> None:
         raise ConfigError(f"run.name {settings.run.name!r} names the project: use lower case letters, digits, '-', '_'")
     if settings.rpc.behind_mesh:
         raise ConfigError("rpc.behind_mesh: the roles of a Compose project have no sidecars; leave it out")
+    if settings.takes_shifts:
+        raise ConfigError(
+            "rollout.sleep_mode: actor and rollouts that take turns on GPUs belong to one `rolecall train`, and "
+            "containers could not tell each other whose turn it is; run `rolecall train` on that machine, or give each "
+            "role GPUs of its own"
+        )
     place, rollouts = place_of(settings), settings.rollout.num_replicas
     if place is not None and place.agents_port is not None and rollouts > 1:
         raise ConfigError(

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rolecall.errors import ConfigError
 from rolecall.manifests.completed import (
     PORT,
@@ -30,6 +32,8 @@ from rolecall.manifests.render import comment, render
 from rolecall.settings import RunSettings, validated
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
+_NO_TEXT = re.compile(r"[0-9]+(e-?[0-9]+)?|0o[0-7]+|y|n")
+"""Names that kustomize's reader takes for numbers or truths, and Python's does not."""
 
 JOB_PAUSE_S = 600
 """The longest pause of a Job before it makes another pod: 10 s, doubled by each failure and renewed by nothing."""
@@ -116,6 +120,11 @@ def _require_names(settings: RunSettings) -> None:
     for what, name in named.items():
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{what} {name!r} names objects of Kubernetes: use lower case letters, digits and '-'")
+        if _NO_TEXT.fullmatch(name) or not isinstance(yaml.safe_load(name), str):
+            raise ConfigError(
+                f"{what} {name!r} names objects of Kubernetes, whose YAML takes it for a number, a date, true, false "
+                f"or nothing; add a word, e.g. '{name}-run'"
+            )
 
 
 def _pods(settings: RunSettings, local: list[str]) -> tuple[list[Pod], list[Pod]]:

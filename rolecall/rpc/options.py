@@ -16,6 +16,11 @@ KEEPALIVE_TIMEOUT_S = 10.0
 """Longest wait for the answer to a ping before the connection is given up: a peer that hangs or lost its network fails
 its calls within 20 s, whatever their deadline.
 """
+REPLICA_AGE_S = 60.0
+"""Age, give or take a tenth, at which a server of which there may be several asks its callers to connect again: gRPC
+looks a name up only then, and would never find a replica that came. Calls under way end on the old connection, however
+long they take.
+"""
 _SIZES: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -29,11 +34,13 @@ _KEEPALIVE: tuple[tuple[str, Any], ...] = (
 )
 
 
-def server_options() -> list[tuple[str, Any]]:
-    """Returns the options of a server. SO_REUSEPORT is off, so that a second server on a port fails instead of silently
-    taking every other connection.
+def server_options(max_age_s: float | None = None) -> list[tuple[str, Any]]:
+    """Returns the options of a server, whose connections live for about `max_age_s`; None: as long as both ends do.
+    SO_REUSEPORT is off, so that a second server on a port fails instead of silently taking every other connection.
     """
+    age = [] if max_age_s is None else [("grpc.max_connection_age_ms", int(max_age_s * 1000))]
     return [
+        *age,
         *_SIZES,
         *_KEEPALIVE,
         ("grpc.so_reuseport", 0),

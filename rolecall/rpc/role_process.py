@@ -148,6 +148,13 @@ class _Life:
         self.heeded = False
         self.owns_process = False
         """Whether the process is there for this life alone, so that it may end with it."""
+        self.main: asyncio.Future[None] | None = None
+
+    def ask(self) -> None:
+        """Asks `main` to stop, or cancels it where it does not listen yet."""
+        if self.main is not None and not self.heeded:
+            self.main.cancel()
+        self.stop.set()
 
 
 _LIFE: ContextVar[_Life] = ContextVar("rolecall_life")
@@ -185,6 +192,22 @@ def way_out(role: str) -> Callable[[WorkerLostError], None]:
         os._exit(RESTART)
 
     return leave
+
+
+def way_to_stop() -> Callable[[], None]:
+    """Returns a call that asks this process to stop as its first signal does; any thread may make it, and repeat it. A
+    signal that comes after it is the first one still.
+
+    Ask for it in `main`'s context. Outside `run` (in tests) it does nothing.
+    """
+    life, loop = _LIFE.get(None), asyncio.get_running_loop()
+
+    def ask() -> None:
+        if life is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is over
+                loop.call_soon_threadsafe(life.ask)
+
+    return ask
 
 
 def run(main: Callable[[], Awaitable[None]], role: str = "service", *, has_end: bool = False) -> int:
@@ -232,13 +255,16 @@ async def _until_stopped(main: Callable[[], Awaitable[None]]) -> bool:
     life = _Life()
     life.owns_process = True
     _LIFE.set(life)
-    task = asyncio.ensure_future(main())
+    task = life.main = asyncio.ensure_future(main())
+    signalled = False
 
     def on_signal(name: str) -> None:
+        nonlocal signalled
         logger.info("%s: stopping", name)
-        if life.stop.is_set() or not life.heeded:
+        if signalled:
             task.cancel()
-        life.stop.set()
+        signalled = True
+        life.ask()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

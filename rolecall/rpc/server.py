@@ -48,12 +48,21 @@ class Server:
     Health: every added service and "" are NOT_SERVING until `set_serving(True)`; `liveness` is SERVING from the start.
     """
 
-    def __init__(self, rpc: RpcSection, bind: str, *, setting: str = "", client_certificates: bool = True) -> None:
+    def __init__(
+        self,
+        rpc: RpcSection,
+        bind: str,
+        *,
+        setting: str = "",
+        client_certificates: bool = True,
+        max_age_s: float | None = None,
+    ) -> None:
         """Prepares a server for `bind` (`host:port`, port 0 takes a free one, or `unix:/path`).
 
         setting: where the address was given, e.g. "actor.bind", for complaints. client_certificates: with rpc.tls,
-        whether callers must present one signed by rpc.tls.ca_file; a public service may do without. ConfigError when
-        bind is beyond loopback without TLS, unless rpc.behind_mesh.
+        whether callers must present one signed by rpc.tls.ca_file; a public service may do without. max_age_s: age at
+        which callers are asked to connect again (options.REPLICA_AGE_S); None: never. ConfigError when bind is beyond
+        loopback without TLS, unless rpc.behind_mesh.
         """
         require_tls(bind, rpc, setting)
         self._rpc = rpc
@@ -67,7 +76,7 @@ class Server:
         tracing = aio_server_interceptor(filter_=filters.negate(filters.health_check()))  # type: ignore[no-untyped-call]
         self._server = grpc.aio.server(
             interceptors=[tracing, ServerCalls(identify_for(rpc) if isinstance(rpc, Party) else None), Decoding()],
-            options=server_options(),
+            options=server_options(max_age_s),
             maximum_concurrent_rpcs=MAX_CALLS,
             compression=grpc.Compression.NoCompression,
         )

@@ -147,7 +147,7 @@ def url_of(value: str, schemes: tuple[str, ...] = ("http", "https")) -> str:
 def _port_range(value: str) -> str:
     first, _, last = value.partition("-")
     if not (first.isdigit() and last.isdigit() and 1024 <= int(first) < int(last) <= 65_535):
-        raise ValueError(f"{value!r} is no range of ports; write first-last between 1024 and 65535, e.g. 29500-29599")
+        raise ValueError(f"{value!r} is no range of ports; write first-last between 1024 and 65535, e.g. 28400-29399")
     return value
 
 

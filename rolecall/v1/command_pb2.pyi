@@ -303,12 +303,17 @@ class StopCommand(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    OVER_FIELD_NUMBER: _builtins.int
+    over: _builtins.bool
+    """Whether the run is over; false: rank 0 was stopped before that, and every rank is to be started again."""
     def __init__(
         self,
+        *,
+        over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["over", b"over"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,6 +21,7 @@ async def _serve(args: ServiceArgs) -> None:
     settings = args.settings
     telemetry.configure(settings.telemetry, "reference", args.worker, run=settings.run.name, rpc=settings.rpc)
     from rolecall.rpc.fence import Fence
+    from rolecall.rpc.options import REPLICA_AGE_S
     from rolecall.store.connection import connect
     from rolecall.store.sealed import read_ctl
     from rolecall.training.serving.calls import ColumnCalls
@@ -41,7 +42,7 @@ async def _serve(args: ServiceArgs) -> None:
     role = await load(args, device_thread, lambda hooks: build(settings, instance, connection, hooks))
     fence = Fence(lambda: read_ctl(connection, settings.run.name))
     calls = ColumnCalls(role, device_thread, fence, section.token_budget)
-    server = make_server(settings, section, f"references.{args.worker}")
+    server = make_server(settings, section, f"references.{args.worker}", max_age_s=REPLICA_AGE_S)
     servicer = ReferenceServicer(role, calls, instance, f"{args.worker}.{args.incarnation}")
     server.add(reference_pb2_grpc.add_ReferenceServiceServicer_to_server, servicer, "rolecall.v1.ReferenceService")
     await serve_role(args, section, controller_pb2.ROLE_REFERENCE, server, calls)

@@ -23,6 +23,7 @@ async def serve_reward(args: ServiceArgs) -> None:
     """Serves rewards until the process is asked to stop. Health is SERVING once every component can score."""
     from rolecall import telemetry  # gRPC and its friends after the configuration has been checked
     from rolecall.rpc.membership import Membership
+    from rolecall.rpc.options import REPLICA_AGE_S
     from rolecall.rpc.role_process import serve
     from rolecall.rpc.server import Server
     from rolecall.v1 import controller_pb2, reward_pb2_grpc
@@ -35,7 +36,7 @@ async def serve_reward(args: ServiceArgs) -> None:
     reward = reward_settings(settings)
     dispatcher = Dispatcher(reward, settings.rpc)
     telemetry.show_states(dispatcher.states)
-    server = Server(settings.rpc, reward.bind, setting="reward.bind")
+    server = Server(settings.rpc, reward.bind, setting="reward.bind", max_age_s=REPLICA_AGE_S)
     membership: Membership | None = None
 
     def on_score() -> None:

@@ -55,7 +55,7 @@ class ScoringRanks:
 
     def stop(self) -> None:
         """Lets the other ranks go; the last call."""
-        self.context.group.stop()
+        self.context.group.stop(over=True)
 
     def follow(self) -> None:
         """Does what rank 0 commands, until it stops the group."""

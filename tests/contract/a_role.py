@@ -3,6 +3,8 @@ HOW says.
 """
 
 import asyncio
+import os
+import signal
 import sys
 import threading
 import time
@@ -47,6 +49,20 @@ async def be_lost(args: ServiceArgs) -> None:
 async def be_stopped_before_the_end(args: ServiceArgs) -> None:
     """Serves, as a role does that comes to an end by itself."""
     await serve(args)
+
+
+async def be_asked_to_stop(args: ServiceArgs) -> None:
+    """Serves until a thread of its own asks it to stop, and gets a signal while it drains."""
+    role_process.stop_requested()
+    threading.Thread(target=role_process.way_to_stop()).start()
+    await serve(args, drain=drain_through_a_signal, grace_s=60.0)
+
+
+async def drain_through_a_signal() -> None:
+    """Says that it drained, unless the signal cancelled it."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0.5)  # its handler runs with the event loop's next turn
+    say("drained")
 
 
 async def be_cancelled(args: ServiceArgs) -> None:
@@ -135,4 +151,4 @@ if __name__ == "__main__":
     args = role_process.parse_args("actor", sys.argv[2:])
     telemetry.configure(args.settings.telemetry, "actor", args.worker)
     way: Callable[[ServiceArgs], Awaitable[None]] = globals()[sys.argv[1]]
-    sys.exit(role_process.run(lambda: way(args), "actor", has_end=way is be_stopped_before_the_end))
+    sys.exit(role_process.run(lambda: way(args), "actor", has_end=way in (be_stopped_before_the_end, be_asked_to_stop)))

@@ -84,6 +84,14 @@ def test_a_role_that_a_signal_stopped_before_its_end_is_not_done(launcher: Launc
     assert "failed" not in err
 
 
+def test_a_role_that_is_asked_to_stop_from_within_drains_and_its_first_signal_cuts_nothing_short(
+    launcher: Launcher,
+) -> None:
+    out, err = launcher.start("be_asked_to_stop").communicate(timeout=50)
+    assert out == "up\ndrained\n", err
+    assert "SIGTERM: stopping" in err
+
+
 def test_a_role_whose_work_ends_as_cancelled_has_failed(launcher: Launcher) -> None:
     role = launcher.start("be_cancelled")
     _, err = role.communicate(timeout=60)

@@ -131,6 +131,15 @@ def test_a_run_that_the_containers_of_one_machine_could_not_hold_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_gpu_that_actor_and_rollouts_take_turns_on_is_not_given_to_a_container_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["manifests", str(SOURCE), "--to", "compose", "--out", str(tmp_path)]
+    assert main([*command, "--actor.devices=[0]", "--rollout.devices=[[0]]"]) == 2
+    assert "run `rolecall train` on that machine, or give each role GPUs of its own" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_file_that_it_is_made_of_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(SOURCE.read_text())

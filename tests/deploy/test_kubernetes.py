@@ -15,6 +15,8 @@ import pytest
 import yaml
 
 from rolecall.commands.cli import main
+from rolecall.manifests.completed import PORTS, RANKS_PORT
+from rolecall.manifests.policies import STORE_PORT
 from rolecall.rpc.callers import PUBLIC, Caller, rules
 from rolecall.settings import load_settings
 from tests.deploy.kubernetes_objects import COMPONENT, ROOT, Object, builder, built, files, of_kind, pods_of, problems
@@ -26,8 +28,6 @@ COMPONENTS = ["base-gpu/gpu-nvidia", *sorted(f"components/{folder.name}" for fol
 ONE_OF = [{"components/hpa", "components/keda"}, {"components/prometheus", "components/prometheus-istio"}]
 """Components that would both do the same."""
 SCALERS = {"components/hpa": "HorizontalPodAutoscaler", "components/keda": "ScaledObject"}
-PRIVILEGED = {"components/rdma"}
-"""Components that need more than the standard "restricted" allows."""
 
 needs_kustomize = pytest.mark.skipif(
     builder() is None, reason="needs kustomize or kubectl (Debian: kustomize, of trixie)"
@@ -57,6 +57,10 @@ def test_what_lies_in_the_folder_and_is_of_another_run_is_not_written_beside(
     ("override", "told"),
     [
         ("--run.name=Sort_Digits", "run.name 'Sort_Digits' names objects of Kubernetes"),
+        *(
+            (f"--run.name='{name}'", f"run.name '{name}' names objects of Kubernetes, whose YAML takes it for a number")
+            for name in ("2026", "1e5", "08", "0o17", "0x1f", "2026-11-28", "on", "null", "y")
+        ),
         ("--model.path=/home/me/model", "model.path is /home/me/model, which a container does not see"),
         ("--weights.ports=x", "weights.ports"),
         (
@@ -206,9 +210,11 @@ def test_every_pod_keeps_the_rules(base: str) -> None:
 @needs_kustomize
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_no_component_takes_a_rule_away(component: str) -> None:
-    broken = [rule for pod in pods_of(built("base-gpu", component)) for rule in broken_rules(pod)]
-    allowed = {"actor: has no capability", "rollout: has no capability"} if component in PRIVILEGED else set()
-    assert set(broken) <= allowed
+    """No capability either: a process that is not root would not get it."""
+    objects = built("base-gpu", component)
+    assert [rule for pod in pods_of(objects) for rule in broken_rules(pod)] == []
+    (namespace,) = of_kind(objects, "Namespace").values()
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
 
 
 @pytest.mark.parametrize(
@@ -348,16 +354,24 @@ def test_the_store_the_weights_and_the_ranks_are_opened_to_those_that_use_them()
     policies = of_kind(files("base-gpu"), "NetworkPolicy")
     assert peers(policies["store"], "ingress", "from", 6379) == {"actor", "controller", "reference", "rollout"}
     assert "store" not in peers(policies["reward"], "egress", "to", 6379)
-    for ports in (29500, 29400):
+    for ports in (28400, 29400):
         between = {
             (role, peer) for role in ("actor", "reference", "rollout", "reward", "controller")
             for peer in peers(policies[role], "ingress", "from", ports)
         }  # fmt: skip
         ranks = {("actor", "actor"), ("reference", "reference")}
         channel = {("actor", "rollout"), ("rollout", "actor"), ("rollout", "rollout")}
-        assert between == (ranks | channel if ports == 29500 else ranks)
+        assert between == (ranks | channel if ports == 28400 else ranks)
     assert policies["deny-all"]["spec"]["podSelector"] == {}
     assert policies["deny-all"]["spec"]["ingress"] == []
+
+
+def test_linkerd_lets_the_store_the_weights_and_the_ranks_pass_by() -> None:
+    annotations = yaml.safe_load((ROOT / "components" / "linkerd" / "annotations.yaml").read_text())["annotations"]
+    first, last = map(int, PORTS.split("-"))
+    assert last == RANKS_PORT - 1
+    for way in ("inbound", "outbound"):
+        assert annotations[f"config.linkerd.io/skip-{way}-ports"] == f"{STORE_PORT},{first}-{RANKS_PORT}"
 
 
 def peers(policy: Object, way: str, side: str, port: int) -> set[str]:
@@ -435,7 +449,7 @@ def test_ranks_on_several_nodes_have_a_leader_and_codes_that_decide() -> None:
     final = spec["podFailurePolicy"]["rules"][1]
     assert (final["action"], final["onExitCodes"]["values"]) == ("FailJob", [1, 2])
     sysctls = spec["template"]["spec"]["securityContext"]["sysctls"]
-    assert sysctls == [{"name": "net.ipv4.ip_local_port_range", "value": "29500 29599"}]
+    assert sysctls == [{"name": "net.ipv4.ip_local_port_range", "value": "28400 29399"}]
 
 
 @needs_kustomize
@@ -464,7 +478,7 @@ def test_every_pod_with_gpus_may_run_where_gpus_are(tmp_path: Path) -> None:
 def test_a_clusters_weights_have_a_range_of_ports_whatever_the_file_says(base: str, tmp_path: Path) -> None:
     run = yaml.safe_load((ROOT / "runs" / f"{base}.yaml").read_text())
     given = run.setdefault("weights", {})
-    for ports, expected in ((None, "29500-29599"), ("31000-31099", "31000-31099")):
+    for ports, expected in ((None, "28400-29399"), ("31000-31099", "31000-31099")):
         given["ports"] = ports
         file, out = tmp_path / "run.yaml", tmp_path / str(ports)
         file.write_text(yaml.safe_dump(run))

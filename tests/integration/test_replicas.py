@@ -4,22 +4,29 @@ stopped and started again under load.
 
 import asyncio
 import signal
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import yaml
 
+from rolecall.reward import SERVICE_NAME
 from rolecall.rpc.channel import open_channel
+from rolecall.rpc.options import channel_options
+from rolecall.rpc.server import Server
 from rolecall.scoring.client import RewardClient, open_client
 from rolecall.scoring.scores import Score
 from rolecall.settings import RpcSection, child_environment, load_settings
-from rolecall.v1 import reward_pb2
+from rolecall.v1 import reward_pb2, reward_pb2_grpc
 from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
 from rolecall.v1.training_pb2 import ComputeColumnRequest
 from rolecall.v1.trajectory_pb2 import RowRef
@@ -222,3 +229,93 @@ async def test_every_row_gets_its_logprobs_while_references_die_hang_and_come_ba
     for read in store.rows.read(rows, ["token_ids", "response_mask", "ref/logprobs"]):
         expected = true_logprobs(model, read["token_ids"], batches.temperature) * read["response_mask"]
         np.testing.assert_allclose(read["ref/logprobs"], expected, atol=1e-4)
+
+
+class Names(asyncio.DatagramProtocol):
+    """A name server that has `addresses` for every name, as a headless service whose replicas come and go."""
+
+    def __init__(self) -> None:
+        self.addresses = ["127.0.0.1"]
+        self._transport: asyncio.DatagramTransport | None = None
+
+    def connection_made(self, transport: asyncio.DatagramTransport) -> None:  # type: ignore[override]
+        self._transport = transport
+
+    def datagram_received(self, data: bytes, addr: Any) -> None:
+        """Answers a question for addresses of IPv4; others have no answer."""
+        end = data.index(0, 12) + 5  # the name, its type, its class
+        is_ipv4 = data[end - 4 : end - 2] == b"\0\1"
+        answers = [
+            b"\xc0\x0c" + struct.pack("!HHIH", 1, 1, 5, 4) + socket.inet_aton(address)
+            for address in (self.addresses if is_ipv4 else ())
+        ]
+        head = data[:2] + struct.pack("!HHHHH", 0x8180, 1, len(answers), 0, 0)
+        assert self._transport is not None
+        self._transport.sendto(head + data[12:end] + b"".join(answers), addr)
+
+
+class Counting(reward_pb2_grpc.RewardServiceServicer):
+    """A scorer that counts its calls, and answers a slow one once it may."""
+
+    def __init__(self, may_answer: asyncio.Event) -> None:
+        self.num_calls = 0
+        self._may_answer = may_answer
+
+    async def Score(
+        self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> reward_pb2.ScoreResponse:
+        self.num_calls += 1
+        if request.items[0].id == "slow":
+            await self._may_answer.wait()
+        return reward_pb2.ScoreResponse()
+
+    async def Describe(
+        self, request: reward_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> reward_pb2.DescribeResponse:
+        return reward_pb2.DescribeResponse()
+
+
+@asynccontextmanager
+async def counting(may_answer: asyncio.Event, host: str, port: int) -> AsyncIterator[Counting]:
+    """A replica on `port` of `host`, whose callers connect again after a second."""
+    scorer, server = Counting(may_answer), Server(RpcSection(), f"{host}:{port}", max_age_s=1.0)
+    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, scorer, SERVICE_NAME)
+    await server.start()
+    try:
+        yield scorer
+    finally:
+        await server.drain(0.0)
+
+
+async def test_a_replica_that_is_added_behind_the_name_is_called_and_no_call_ends_with_its_connection() -> None:
+    may_answer, port, done = asyncio.Event(), free_port(), asyncio.Event()
+    transport, names = await asyncio.get_running_loop().create_datagram_endpoint(Names, ("127.0.0.1", 0))
+    target = f"dns://127.0.0.1:{transport.get_extra_info('sockname')[1]}/reward.test:{port}"
+    often = ("grpc.dns_min_time_between_resolutions_ms", 100)  # 30 s otherwise
+    # no method is repeated by itself: a call that is lost is seen
+    options = [*channel_options([], loopback=False), often]
+    async with AsyncExitStack() as replicas, grpc.aio.insecure_channel(target, options) as channel:
+        replicas.callback(transport.close)
+        first = await replicas.enter_async_context(counting(may_answer, "127.0.0.1", port))
+        stub = reward_pb2_grpc.RewardServiceStub(channel)
+
+        async def score(number: int | str) -> None:
+            request = reward_pb2.ScoreRequest(items=[reward_pb2.ScoreItem(id=str(number))])
+            await stub.Score(request, timeout=100)
+
+        slow = asyncio.create_task(score("slow"))
+        load = asyncio.create_task(keep_busy(score, done))
+        try:
+            await until(lambda: first.num_calls > 20)
+            added = [
+                await replicas.enter_async_context(counting(may_answer, host, port))
+                for host in ("127.0.0.2", "127.0.0.3")
+            ]
+            names.addresses = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+            await until(lambda: all(replica.num_calls > 20 for replica in (first, *added)))
+            assert not slow.done()
+        finally:
+            done.set()
+            may_answer.set()
+            await load
+        await slow

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from rolecall.rpc.channel import open_channel
-from rolecall.rpc.role_process import RESTART, USAGE
+from rolecall.rpc.role_process import RESTART, STOPPED, USAGE
 from rolecall.v1 import actor_pb2_grpc
 from rolecall.v1.training_pb2 import TrainRequest
 from tests.contract.peer import Peer, serving
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
 from tests.twins.callers import party
-from tests.twins.processes import joined, nodes, started
+from tests.twins.processes import Command, joined, nodes, started
 from tests.twins.served import Batches, train, values_of, write_settings
 
 END_TIMEOUT_S = 100.0
@@ -44,6 +44,29 @@ async def test_two_nodes_train_end_with_each_other_and_meet_again(store: StoreUn
         ):
             request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)
             assert "actor/loss" in values_of(await train(actor_pb2_grpc.ActorServiceStub(channel), request))
+
+
+@pytest.mark.thorough("test_a_killed_rank_ends_the_others_within_seconds")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("drained", [0, 1])
+async def test_nodes_of_which_one_is_drained_end_together_and_none_as_done(
+    store: StoreUnderTest, tmp_path: Path, drained: int
+) -> None:
+    """Torchrun alone is signalled, as tini does in a pod. With 0 the index of a Job would be done, and never again be
+    there to meet the others.
+    """
+    peer = Peer()
+    async with serving(peer) as (_, controller):
+        config = write_settings(store, write_qwen3(tmp_path / "policy"), tmp_path, controller={"address": controller})
+        patient = [
+            Command([command.words[0], "--shutdown-timeout=90", *command.words[1:]]) for command in nodes(config, NODES)
+        ]
+        async with joined(peer, config, patient) as actor:
+            os.kill(actor.processes[drained].pid, signal.SIGTERM)
+            async with asyncio.timeout(END_TIMEOUT_S):
+                codes = [await process.wait() for process in actor.processes]
+            assert codes == [STOPPED, STOPPED], (actor.said(0), actor.said(1))
+            assert "forcefully" not in actor.said(drained), "its ranks ended by themselves"
 
 
 @pytest.mark.thorough("test_a_killed_rank_ends_the_others_within_seconds")

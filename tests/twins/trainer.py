@@ -74,7 +74,7 @@ class ColumnTwin:
     def keep_alive(self) -> None:
         """Does nothing: it has no other rank."""
 
-    def stop(self) -> None:
+    def stop(self, over: bool) -> None:
         """Does nothing: it has no other rank."""
 
 

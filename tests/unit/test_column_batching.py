@@ -44,6 +44,8 @@ class Ranks:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.computed: list[int] = []
+        self.told: list[bool] = []
+        """What the other ranks would be told at the end: whether the run is over."""
 
     def compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
         self.computed.append(len(rows))
@@ -52,8 +54,8 @@ class Ranks:
     def keep_alive(self) -> None:
         """Has no other rank."""
 
-    def stop(self) -> None:
-        """Has no other rank."""
+    def stop(self, over: bool) -> None:
+        self.told.append(over)
 
 
 @asynccontextmanager
@@ -97,6 +99,16 @@ async def test_each_slot_of_ranks_gets_a_budget_of_its_own(num_slots: int, compu
     await asyncio.gather(*(calls.compute(request) for request in requests))
     await calls.close()
     assert role.computed == computed
+
+
+@pytest.mark.parametrize(("over", "told"), [(True, [True]), (False, [False]), (None, [])])
+async def test_the_other_ranks_hear_of_an_end_or_a_stop_and_see_a_failure(over: bool | None, told: list[bool]) -> None:
+    """Told that they may go, they could end before rank 0 does, and their code would hide the failure's own."""
+    role = Ranks(1)
+    calls = ColumnCalls(role, DeviceThread(), Fence(lambda: 1), token_budget=10)
+    calls.start()
+    await calls.close(over)
+    assert role.told == told
 
 
 async def test_calls_gather_while_the_device_is_busy() -> None:

@@ -62,6 +62,8 @@ class CommandGroup:
         self.slot, self.num_slots = rank // slot_size, world_size // slot_size
         self.is_slot_leader = rank % slot_size == 0
         """Whether this rank counts for its slot, in sums over slots, in what is written to rows, and in metrics."""
+        self.over = False
+        """Whether rank 0 stopped the group because the run is over; said by its last command."""
         self._group = group
         self._watch = watch
 
@@ -99,9 +101,11 @@ class CommandGroup:
         """Rank 0: shows the followers that it lives."""
         self.announce(TrainerCommand(keep_alive=KeepAliveCommand()))
 
-    def stop(self) -> None:
-        """Rank 0: the last command; from here on every rank may go."""
-        self.announce(TrainerCommand(stop=StopCommand()))
+    def stop(self, over: bool) -> None:
+        """Rank 0: the last command; from here on every rank may go. over: whether the run is; else this rank was
+        stopped before.
+        """
+        self.announce(TrainerCommand(stop=StopCommand(over=over)))
         self.leave()
 
     def commands(self) -> Iterator[TrainerCommand]:
@@ -118,6 +122,7 @@ class CommandGroup:
                 ) from error
             work = command.WhichOneof("work")
             if work == "stop":
+                self.over = command.stop.over
                 self.leave()
                 return
             self._tell_phase(command)

@@ -6,11 +6,14 @@ that a rank which computes, imports or waits in a collective goes on beating, wh
 machine falls silent. Collectives need no short deadlines then, and the end of the process is what aborts them. A rank
 that lives without getting on is not judged here: its progress stands still, and the controller judges that.
 
+A rank that is asked to stop, as by the drain of its node, has rank 0 asked, too: only rank 0 can end a step and let all
+of them go.
+
 Whoever notices a loss kills the lost rank where it is a sibling (torchrun would wait 30 s for a stopped one), tells the
 others, and leaves.
 
-One JSON object a line: {"rank", "pid", "token"} first, then {"phase"} every BEAT_S, {"bye"} before an orderly end,
-{"lost": message} from rank 0.
+One JSON object a line: {"rank", "pid", "token"} first, then {"phase"} every BEAT_S, with {"stop"} to rank 0 from
+whoever is asked to, {"bye"} before an orderly end, {"lost": message} from rank 0.
 """
 
 import json
@@ -62,6 +65,8 @@ class _Peer:
     """When its connection ended without a goodbye."""
     told: str = ""
     """Last words of the peer, when it gave up because of another rank."""
+    is_stopping: bool = False
+    """Whether the peer was asked to stop, and said so."""
     left: bool = False
     """Whether the peer said goodbye."""
 
@@ -142,6 +147,8 @@ class RankWatch:
             if now >= beat_at:
                 beat_at = now + BEAT_S
                 self._tell({"phase": self.phase})
+                if self._hooks.is_stopping():
+                    self._tell({"stop": self._rank})
                 verdict = self._judge(now)
                 if verdict is not None:
                     self._give_up(*verdict)
@@ -215,6 +222,10 @@ class RankWatch:
                 peer.phase = phase
             case {"bye": _}:
                 peer.left = True
+            case {"stop": _} if self._rank == 0 and peer.rank > 0 and not peer.is_stopping:
+                peer.is_stopping = True
+                logger.info("rank %d was asked to stop: stopping", peer.rank)
+                self._hooks.stop()
             case {"lost": str(told)} if self._rank > 0:
                 peer.told, peer.ended = told, 0.0
 

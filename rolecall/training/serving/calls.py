@@ -7,6 +7,7 @@ device thread. It does not know gRPC either; the servicers own the names of the 
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 from rolecall.checkpoint.manifest import StoredFile
 from rolecall.checkpoint.storage import require_inside
@@ -65,11 +66,13 @@ class ColumnCalls:
     async def drain(self) -> None:
         """Lets what is under way finish; nothing, for a column."""
 
-    async def close(self) -> None:
-        """Stops serving and lets the other ranks go."""
+    async def close(self, over: bool | None = True) -> None:
+        """Stops serving and lets the other ranks go: the run is `over`, or this rank was stopped before. None: it
+        failed, and ends with a code that says more than theirs; they see it go.
+        """
         for batcher in self._batchers.values():
             await batcher.close()
-        await self.device_thread.close(self._role.stop)
+        await self.device_thread.close(None if over is None else partial(self._role.stop, over))
 
 
 class TrainerCalls(ColumnCalls):

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from rolecall.errors import DeadlineError
 from rolecall.rpc.membership import Membership
-from rolecall.rpc.role_process import ServiceArgs, serve, stop_requested, way_out
+from rolecall.rpc.role_process import ServiceArgs, serve, stop_requested, way_out, way_to_stop
 from rolecall.rpc.server import Server
 from rolecall.settings import RunSettings, TrainerSection
 from rolecall.shifts import Post
@@ -23,8 +23,8 @@ from rolecall.v1 import controller_pb2
 class Follower(Protocol):
     """A role on a rank that does not serve."""
 
-    def follow(self) -> None:
-        """Does what rank 0 commands, until it stops the group."""
+    def follow(self) -> bool:
+        """Does what rank 0 commands, until it stops the group; returns whether the run is over."""
 
 
 E = TypeVar("E")
@@ -37,7 +37,7 @@ async def load(
     DeadlineError when the model is not loaded within controller.start_timeout_s.
     """
     timeout_s = args.settings.controller.start_timeout_s
-    hooks = ProcessHooks(args.worker, device_thread.progressed, way_out(args.worker))
+    hooks = ProcessHooks(args.worker, device_thread.progressed, way_out(args.worker), stop=way_to_stop())
     try:
         async with on_shift(args.settings, takes_shifts), asyncio.timeout(timeout_s):
             return await device_thread.run(lambda: build(hooks), "loading the model")
@@ -49,13 +49,14 @@ async def load(
 
 async def follow(args: ServiceArgs, build: Callable[[ProcessHooks], Follower], *, takes_shifts: bool = False) -> None:
     """The other ranks: builds, as rank 0 does, and obeys it until it stops the group. They leave when rank 0 says so,
-    not at a signal, and at once when it is lost.
+    whom a signal is passed on to, and at once when it is lost. Where it was stopped, so were they.
     """
-    stop_requested()
-    hooks = ProcessHooks(args.worker, lost=way_out(args.worker))
+    stopping = stop_requested()
+    hooks = ProcessHooks(args.worker, lost=way_out(args.worker), is_stopping=stopping.is_set)
     async with on_shift(args.settings, takes_shifts):
         role = await asyncio.to_thread(build, hooks)
-    await asyncio.to_thread(role.follow)
+    if not await asyncio.to_thread(role.follow):
+        stopping.set()
 
 
 @asynccontextmanager
@@ -72,9 +73,10 @@ async def on_shift(settings: RunSettings, takes_shifts: bool) -> AsyncIterator[N
         post.close()
 
 
-def make_server(settings: RunSettings, section: TrainerSection, name: str) -> Server:
-    """A server where the section `name` says."""
-    return Server(settings.rpc, section.bind or section.address or "127.0.0.1:0", setting=f"{name}.bind")
+def make_server(settings: RunSettings, section: TrainerSection, name: str, *, max_age_s: float | None = None) -> Server:
+    """A server where the section `name` says. max_age_s: as in Server."""
+    bind = section.bind or section.address or "127.0.0.1:0"
+    return Server(settings.rpc, bind, setting=f"{name}.bind", max_age_s=max_age_s)
 
 
 async def serve_role(
@@ -105,11 +107,13 @@ async def serve_role(
             await on_drain()  # bounded: by serve, which gives a drain its grace
         await calls.drain()
 
+    over: bool | None = None
     try:
         await serve(server, drain=drain, failed=failed, grace_s=DRAIN_S)
+        over = not stop_requested().is_set()
     finally:
         membership.stop()
-        await calls.close()
+        await calls.close(over)
 
 
 def _first(*futures: "asyncio.Future[None]") -> "asyncio.Future[None]":

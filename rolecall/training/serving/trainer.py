@@ -61,8 +61,8 @@ class ColumnComputer(Protocol):
     def keep_alive(self) -> None:
         """Shows the other ranks that this one lives."""
 
-    def stop(self) -> None:
-        """Lets the other ranks go; the last call."""
+    def stop(self, over: bool) -> None:
+        """Lets the other ranks go; the last call. over: whether the run is; else they are to be started again."""
 
 
 class StepApplier(Protocol):

@@ -109,17 +109,17 @@ class ColumnRanks:
         """ColumnComputer.keep_alive."""
         self.group.keep_alive()
 
-    def stop(self) -> None:
+    def stop(self, over: bool) -> None:
         """ColumnComputer.stop."""
-        self.group.stop()
+        self.group.stop(over)
 
     def _compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
         columns = self._columns[prefix]
         return compute_column(self.context, rows, columns.names, columns.encode, columns.wanted, columns.reads)
 
-    def follow(self) -> None:
-        """Does what rank 0 commands, until it stops the group. A RoleCallError is rank 0's to tell; anything else, and
-        a lack of memory, ends this rank.
+    def follow(self) -> bool:
+        """Does what rank 0 commands, until it stops the group; returns whether the run is over. A RoleCallError is
+        rank 0's to tell; anything else, and a lack of memory, ends this rank.
         """
         with self.group.watched():
             for command in self.group.commands():
@@ -129,6 +129,7 @@ class ColumnRanks:
                     raise
                 except RoleCallError as error:
                     logger.warning("%s failed on every rank: %s", command.WhichOneof("work"), error.message)
+        return self.group.over
 
     def obey(self, command: TrainerCommand) -> None:
         """One command of rank 0. InvalidInputError for one this role does not know."""

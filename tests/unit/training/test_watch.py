@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,9 +35,10 @@ def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
 class Rank:
     """A watch whose verdict is kept instead of ending the process."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, **hooks: Any) -> None:
         self.verdicts: queue.Queue[WorkerLostError] = queue.Queue()
-        self.watch = RankWatch(ProcessHooks("actor", lost=self.verdicts.put), rank, world_size, silent_s=SILENT_S)
+        watched = ProcessHooks("actor", lost=self.verdicts.put, **hooks)
+        self.watch = RankWatch(watched, rank, world_size, silent_s=SILENT_S)
 
     def verdict(self, within_s: float) -> str:
         return self.verdicts.get(timeout=within_s).message
@@ -132,6 +134,20 @@ def lead(addresses: Any) -> None:
     watch.phase = "at save"
     addresses.put(watch.listen("127.0.0.1"))
     time.sleep(600)
+
+
+def test_rank_0_is_asked_to_stop_where_another_rank_is_and_nobody_is_lost() -> None:
+    told, asked = threading.Event(), threading.Event()
+    follower = Rank(1, 2, is_stopping=told.is_set)
+    leader = Rank(0, 2, stop=asked.set)
+    follower.watch.connect(leader.watch.listen("127.0.0.1"), WAIT_S)
+    leader.watch.phase = "at train"
+    wait_for(lambda: phases(follower) == ["at train"])
+    assert not asked.is_set()
+    told.set()
+    assert asked.wait(WAIT_S)
+    assert leader.verdicts.empty()
+    assert follower.verdicts.empty()
 
 
 def test_an_orderly_end_is_no_loss() -> None:
