@@ -17,7 +17,7 @@ from rolecall.data.continuation import Continuation
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import InvalidInputError
 from rolecall.v1 import trajectory_pb2
-from services.rollout.harness.calls import ChatCall, ChatMessage, RefusedError, Reply, as_key
+from services.rollout.harness.calls import ChatCall, ChatMessage, RefusedError, Reply, as_key, call_id
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
 from services.rollout.turns.tool_calls import SessionCalls, ToolCalls
@@ -186,7 +186,7 @@ class Attempt:
         turn.calls_told = heard.told
         return [
             {
-                "id": f"call_{turn.number}_{index}",
+                "id": call_id(turn.number, index),
                 "type": "function",
                 "function": {"name": each.name, "arguments": each.arguments},
             }
