@@ -318,7 +318,9 @@ class Episodes:
         response = await self._replica.sample(request)
         turn = tree.sampled(number, prompt, response, self._tokenizer.decode(response.sample.token_ids))
         turn.is_seen = True
-        calls = Heard() if first.calls is None else first.calls.hear(response.sample.token_ids, is_cut=turn.is_cut)
+        calls = Heard()
+        if first.calls is not None:
+            calls = first.calls.hear(prompt.token_ids, response.sample.token_ids, is_cut=turn.is_cut)
         turn.is_malformed, turn.num_tool_calls, turn.calls_told = bool(calls.problem), len(calls.calls), calls.told
         return turn, calls
 

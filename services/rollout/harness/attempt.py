@@ -180,7 +180,8 @@ class Attempt:
         tools = as_key(call.tools)
         if tools not in self._readers:
             self._readers[tools] = self._tool_calls.of_session(call.tools)
-        heard = self._readers[tools].hear(turn.response.sample.token_ids, is_cut=turn.is_cut)
+        sampled = turn.response.sample.token_ids
+        heard = self._readers[tools].hear(turn.prompt.token_ids, sampled, is_cut=turn.is_cut)
         turn.is_malformed = bool(heard.problem)
         turn.num_tool_calls = len(heard.calls)
         turn.calls_told = heard.told
