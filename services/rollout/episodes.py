@@ -1,11 +1,11 @@
 """The loop of an episode: the policy's turns in the engine, the environment's answers between them.
 
 Owns the order of the two, budgets, and what becomes of a failure: an episode that the environment lost is begun again
-in its place, up to max_attempts, and then fails its group; one whose environment is away goes back with its group.
-Neither is a trajectory. A group samples nothing before all its sessions are open, and goes back when they cannot be:
-nobody holds places and waits for more. Tokens and calls of tools are turns/'s, calls of the environment
-rolecall/environment/client.py's. Bounds: sessions of the groups in hand, each closed when its episode ends, however it
-does.
+in its place, up to max_attempts and within the time of the first, and then fails its group; one whose environment is
+away goes back with its group. Neither is a trajectory. A group samples nothing before all its sessions are open, and
+goes back when they cannot be: nobody holds places and waits for more. Tokens and calls of tools are turns/'s, calls of
+the environment rolecall/environment/client.py's. Bounds: sessions of the groups in hand, each closed when its episode
+ends, however it does.
 """
 
 import asyncio
@@ -61,7 +61,9 @@ class EpisodeSettings:
     max_attempts: int
     """Episodes begun for one trajectory."""
     budget_s: float
-    """Seconds from Reset on after which an episode has no further turn."""
+    """Seconds from when a group's sessions are opened on after which an episode has no further turn, whichever attempt
+    it is: the group's own time does not begin anew.
+    """
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class _Begun:
     first: _First | None
     """None: the environment's own agent runs it."""
     began_at: float
+    ends_at: float
+    """Monotonic time after which it has no further turn."""
     attempt: int
     """Episodes of its place that were lost before."""
 
@@ -128,7 +132,7 @@ class Episodes:
         self._observations = observations
         self._problem = problem
         self._runs = AgentRuns(
-            RunLimits(settings.max_prompt_tokens, settings.max_turns, settings.max_row_tokens, settings.budget_s),
+            RunLimits(settings.max_prompt_tokens, settings.max_turns, settings.max_row_tokens),
             replica,
             tokenizer,
             tool_calls,
@@ -159,8 +163,9 @@ class Episodes:
         return max(0, min(max_groups, free // needed))
 
     async def sample(self, claim: Claim) -> tuple[list[SampleRequest], list[Response]]:
-        """Implements GroupSampler.sample. EpisodeLostError when the environment lost an episode max_attempts times,
-        EnvironmentAwayError when it is away or full, InvalidInputError when it cannot do the task at all.
+        """Implements GroupSampler.sample. EpisodeLostError when the environment lost an episode max_attempts times, or
+        at the end of its time, EnvironmentAwayError when it is away or full, InvalidInputError when it cannot do the
+        task at all.
         """
         group, fence = claim.group, int(claim.delivery)
         name = f"{self._settings.run}/{group.gid}"
@@ -203,7 +208,8 @@ class Episodes:
         open_sessions: set[EpisodeSession] = set()
         try:
             async with opening or nullcontext():  # bounded: by generation_timeout_s of whoever asks
-                begun = await _all(self._begin(place, open_sessions) for place in places)
+                ends_at = time.monotonic() + self._settings.budget_s
+                begun = await _all(self._begin(place, open_sessions, ends_at) for place in places)
             played = await _all(
                 self._played(place, first, open_sessions) for place, first in zip(places, begun, strict=True)
             )
@@ -219,7 +225,9 @@ class Episodes:
 
     # --- one trajectory -----------------------------------------------------------------------------
 
-    async def _begin(self, place: _Place, open_sessions: set[EpisodeSession], attempt: int = 0) -> _Begun:
+    async def _begin(
+        self, place: _Place, open_sessions: set[EpisodeSession], ends_at: float, attempt: int = 0
+    ) -> _Begun:
         """An open session, of this attempt or a later one."""
         while True:
             name = f"{place.name}.{attempt}" if attempt else place.name
@@ -229,11 +237,11 @@ class Episodes:
             try:
                 opening = await session.reset(_task(place.prompt), place.request.seed)
                 runs = self._environment.spec.runs_episodes
-                return _Begun(session, None if runs else self._first(place, opening), began_at, attempt)
+                return _Begun(session, None if runs else self._first(place, opening), began_at, ends_at, attempt)
             except EpisodeLostError as error:
                 session.leave()
                 attempt += 1
-                self._may_try(place, attempt, error)
+                self._may_try(place, attempt, ends_at, error)
 
     async def _played(
         self, place: _Place, begun: _Begun, open_sessions: set[EpisodeSession]
@@ -243,16 +251,18 @@ class Episodes:
             try:
                 if begun.first is None:
                     said = place.prompt.messages
-                    return await self._runs.play(place.request, said, begun.session, begun.began_at)
+                    return await self._runs.play(
+                        place.request, said, begun.session, began_at=begun.began_at, ends_at=begun.ends_at
+                    )
                 return await self._play(place, begun, begun.first)
             except EpisodeLostError as error:
-                self._may_try(place, begun.attempt + 1, error)
+                self._may_try(place, begun.attempt + 1, begun.ends_at, error)
             finally:
                 begun.session.leave()
-            begun = await self._begin(place, open_sessions, begun.attempt + 1)
+            begun = await self._begin(place, open_sessions, begun.ends_at, begun.attempt + 1)
 
-    def _may_try(self, place: _Place, attempt: int, error: EpisodeLostError) -> None:
-        """Counts the episode as lost. Raises `error` where no attempt is left."""
+    def _may_try(self, place: _Place, attempt: int, ends_at: float, error: EpisodeLostError) -> None:
+        """Counts the episode as lost. EpisodeLostError where no attempt is left, or no time for one."""
         logger.warning("episode %s was lost: %s", place.name, error.message)
         self._num_lost += 1
         metrics = Metrics()
@@ -260,6 +270,11 @@ class Episodes:
         export(metrics)
         if attempt >= self._settings.max_attempts:
             raise error
+        if time.monotonic() >= ends_at:
+            raise EpisodeLostError(
+                f"{error.message}; its time is spent, a share of rollout.generation_timeout_s, and no other is begun "
+                "in its place"
+            ) from error
 
     def _first(self, place: _Place, opening: environment_pb2.ResetResponse) -> _First:
         """The first prompt: the row's messages and what the environment said, rendered once."""
@@ -318,7 +333,9 @@ class Episodes:
         response = await self._replica.sample(request)
         turn = tree.sampled(number, prompt, response, self._tokenizer.decode(response.sample.token_ids))
         turn.is_seen = True
-        calls = Heard() if first.calls is None else first.calls.hear(response.sample.token_ids, is_cut=turn.is_cut)
+        calls = Heard()
+        if first.calls is not None:
+            calls = first.calls.hear(prompt.token_ids, response.sample.token_ids, is_cut=turn.is_cut)
         turn.is_malformed, turn.num_tool_calls, turn.calls_told = bool(calls.problem), len(calls.calls), calls.told
         return turn, calls
 
@@ -336,7 +353,7 @@ class Episodes:
             return "turns"
         if prompt.room < 1:
             return "tokens"
-        return "time" if time.monotonic() - begun.began_at >= self._settings.budget_s else ""
+        return "time" if time.monotonic() >= begun.ends_at else ""
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

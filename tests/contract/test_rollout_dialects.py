@@ -4,6 +4,7 @@ from the engine's own ids as in chat completions, and what is refused they under
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -195,9 +196,13 @@ class LooksByItems(Agent):
         with of_openai(policy) as client:
             for turn in range(3):
                 answer = response_of(client, said, streams=turn % 2 == 1, tools=[FUNCTION], instructions="Be brief.")
-                said += [*answer.output, *looked_up(answer)]
+                said += [*map(self.sent, answer.output), *looked_up(answer)]
                 assert bool(looked_up(answer)) == (turn < 2)
         return 0.5
+
+    def sent(self, item: Any) -> Any:
+        """An item of an answer as the agent sends it back."""
+        return item
 
 
 class LooksByChain(Agent):
@@ -212,6 +217,48 @@ class LooksByChain(Agent):
                 answer = response_of(client, said, streams=turn % 2 == 1, previous_response_id=before, **fields)
                 said, before = looked_up(answer), answer.id
         return 0.5
+
+
+class LooksByChat(Agent):
+    """The same by chat completions."""
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        said: list[Any] = [{"role": "system", "content": "Be brief."}, *SAID]
+        tools: Any = [{"type": "function", "function": {name: FUNCTION[name] for name in FUNCTION if name != "type"}}]
+        with of_openai(policy) as client:
+            for turn in range(3):
+                answer = client.chat.completions.create(model="any", messages=said, tools=tools).choices[0].message
+                message = answer.model_dump(exclude_none=True)
+                calls = message.get("tool_calls", [])
+                assert bool(calls) == (turn < 2)
+                assert all(re.fullmatch("[a-z0-9]{9}", each["id"]) for each in calls)
+                said.append(message)
+                for each in calls:
+                    value = json.loads(each["function"]["arguments"])
+                    each["function"]["arguments"] = self.written(value)
+                    said.append({"role": "tool", "tool_call_id": each["id"], "content": look(value)})
+        return 0.5
+
+    def written(self, arguments: Any) -> str:
+        """The arguments of a call as the agent sends them back."""
+        return json.dumps(arguments)
+
+
+class WritesChatAnew(LooksByChat):
+    """The same as a client in JavaScript: it keeps values, and writes them in its own way."""
+
+    def written(self, arguments: Any) -> str:
+        return json.dumps(arguments, separators=(",", ":"), ensure_ascii=False)
+
+
+class WritesItemsAnew(LooksByItems):
+    """Such a client of Responses."""
+
+    def sent(self, item: Any) -> Any:
+        if item.type != "function_call":
+            return item
+        arguments = json.dumps(json.loads(item.arguments), separators=(",", ":"), ensure_ascii=False)
+        return {**item.model_dump(), "arguments": arguments}
 
 
 FUNCTION: Any = {"type": "function", "name": "look", "description": "Looks.", "parameters": LOOK}
@@ -230,11 +277,21 @@ def looked_up(answer: openai.types.responses.Response) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("agent", [LooksByMessages, LooksByItems, LooksByChain])
+NINE_TEMPLATE = TOOLS_TEMPLATE.replace(
+    "{% for call in message.tool_calls or [] %}",
+    "{% for call in message.tool_calls or [] %}"
+    "{% if call.id | length != 9 or not call.id.isalnum() %}{{ raise_exception('no such id') }}{% endif %}",
+)
+"""It shows calls whose ids have nine letters and digits, as Mistral's templates do."""
+
+
+@pytest.mark.parametrize(
+    "agent", [LooksByMessages, LooksByItems, LooksByChain, LooksByChat, WritesChatAnew, WritesItemsAnew]
+)
 async def test_calls_of_tools_go_on_from_the_policys_own_words(
     store: StoreUnderTest, tmp_path: Path, agent: type[Agent]
 ) -> None:
-    write_tokenizer(tmp_path, TOOLS_TEMPLATE)
+    write_tokenizer(tmp_path, NINE_TEMPLATE)
     call = tools.call("look", **{"for": "é"})
     texts = [f"Let me see. {call}\n{tools.call('look', **{'for': 'NaN'})}", call, "It is there."]
     async with tools.rollout(store, tmp_path, texts, agent) as rollout:

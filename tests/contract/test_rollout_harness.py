@@ -3,6 +3,8 @@ scripted engine, and OpenAI's own client in the agent.
 """
 
 import random
+import time
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -207,6 +209,49 @@ async def test_a_row_without_room_says_what_it_leaves_out(store: StoreUnderTest,
         assert tokens.num_trained == row["response_mask"].sum()
         full += tokens.masked["row_full"] > 0
     assert full
+
+
+class Replaced(Agent):
+    """An agent whose first run of each place fails, and which keeps the seconds that each run was given."""
+
+    given: defaultdict[int, list[float]] = defaultdict(list)
+    lost: dict[int, float] = {}
+    """Seconds that the lost runs took."""
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        began_at = time.monotonic()
+        Replaced.given[self.seed].append(policy.deadline_s)
+        with OpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            asked(client, [{"role": "user", "content": "more"}])
+        if self.seed not in Replaced.lost:
+            time.sleep(0.3)
+            Replaced.lost[self.seed] = time.monotonic() - began_at
+            raise RuntimeError("the sandbox died")
+        return 0.5
+
+
+async def test_an_episode_in_place_of_a_lost_one_has_what_is_left_of_the_time(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    Replaced.given.clear()
+    Replaced.lost.clear()
+    await played(store, folder, Replaced, num=1, budget_s=45.0)
+    assert len(Replaced.given) == 4
+    for seed, (first, second) in Replaced.given.items():
+        assert second <= first - Replaced.lost[seed]
+
+
+async def test_a_lost_episode_without_time_has_none_in_its_place_and_the_group_says_so(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    async with environment(Replaced, **RUNS) as (address, sessions):
+        async with rollout_in(store, folder, address, budget_s=0.0) as rollout:
+            rollout.admit(1, max_tokens=600)
+            await rollout.publish(1)
+            (letter,) = await until(lambda: store.ledger.reap([]))
+        assert "no other is begun in its place" in letter.error
+        assert "end it as it stands" in letter.error, "and why it was lost"
+        await until(lambda: sessions.num_open == 0)
 
 
 class Greedy(Agent):

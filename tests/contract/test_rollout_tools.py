@@ -25,7 +25,7 @@ from services.rollout.replica import Replica
 from services.rollout.sampling import SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from services.rollout.turns.observations import Observations
-from services.rollout.turns.tool_calls import ReadCalls, ToolCalls, ToolSchema
+from services.rollout.turns.tool_calls import Heard, ReadCalls, ToolCalls, ToolSchema
 from tests.contract.environment_peers import environment
 from tests.contract.rollout_replica import ReplicaUnderTest, replica_under_test
 from tests.fixtures_store import StoreUnderTest
@@ -274,12 +274,54 @@ def test_a_parser_that_does_not_read_what_the_template_shows_is_refused(folder: 
         ToolCalls(ChatTokenizer(folder), lambda text, tools: [], "xml")
 
 
-def heard(folder: Path, text: str, tool: Tool = ADD, read: ReadCalls = read) -> str:
-    """What the policy is told of a turn."""
+ASKS, THINKS = "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
+
+
+def heard_of(folder: Path, text: str, tool: Tool = ADD, read: ReadCalls = read, prompt: str = ASKS) -> Heard:
+    """What is heard of a turn."""
     tokenizer = ChatTokenizer(folder)
     schema = {"name": tool.name, "description": "", "parameters": tool.input_schema}
     session = ToolCalls(tokenizer, read, "test").of_session([{"type": "function", "function": schema}])
-    return session.hear(tokenizer.encode(text), is_cut=True).problem
+    return session.hear(tokenizer.encode(prompt), tokenizer.encode(text), is_cut=True)
+
+
+def heard(folder: Path, text: str, tool: Tool = ADD, read: ReadCalls = read) -> str:
+    """What the policy is told of a turn."""
+    return heard_of(folder, text, tool, read).problem
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "sums"),
+    [
+        (ASKS, f"<think>\nI could {call(a=1, b=1)}, and won't.\n</think>\n\nIt is 2.", []),
+        (ASKS, "<think>\nNo <tool_call> here.\n</think>\n\nIt is 2.", []),
+        (ASKS, f"<think>\n{call(a=1, b=1)}\n</think>\n\n{call(a=2, b=2)}", [2]),
+        (ASKS, f"<think>\n{call(a=1, b=1)}", []),
+        (ASKS, f"<think>\nhm\n</think>\n<think>\n{call(a=1, b=1)}", []),
+        (THINKS, f"I could {call(a=1, b=1)}.\n</think>\n\n{call(a=2, b=2)}", [2]),
+        (THINKS, call(a=1, b=1), []),
+        (f"{THINKS}\n</think>\n\n", call(a=1, b=1), [1]),
+        ("<|im_start|>user\n<think><|im_end|>\n" + ASKS, call(a=1, b=1), [1]),
+    ],
+)
+def test_what_is_thought_calls_nothing(folder: Path, prompt: str, text: str, sums: list[int]) -> None:
+    found = heard_of(folder, text, prompt=prompt)
+    assert [json.loads(each.arguments)["a"] for each in found.calls] == sums
+    assert not found.problem
+
+
+def test_arguments_may_speak_of_thinking(folder: Path) -> None:
+    found = heard_of(folder, call(text="<think>"), Tool("add", "", {"type": "object"}))
+    assert [json.loads(each.arguments) for each in found.calls] == [{"text": "<think>"}]
+
+
+def test_a_turn_is_shown_again_with_its_thoughts(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, MARKED_TEMPLATE)
+    thought, marked = "<think>\nno <|pad|> yet\n</think>\n\n", '<|pad|> {"name": "add", "arguments": {"a": 1, "b": 2}}'
+    found = heard_of(tmp_path, f"{thought}I call {marked}", read=read_marked)
+    assert found.told is not None
+    assert found.told["content"] == f"{thought}I call "
+    assert len(found.told["tool_calls"]) == len(found.calls) == 1
 
 
 def test_a_parser_that_raises_and_arguments_without_end_are_the_policys_fault(folder: Path) -> None:
@@ -306,6 +348,7 @@ def test_a_parser_that_raises_and_arguments_without_end_are_the_policys_fault(fo
     [
         ({"type": "a thing"}, "is no JSON Schema"),
         ({"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}, "refers to nothing"),
+        ({"$schema": 5}, "is no JSON Schema"),
     ],
 )
 def test_a_tool_whose_schema_is_none_is_the_environments_fault(
@@ -313,3 +356,33 @@ def test_a_tool_whose_schema_is_none_is_the_environments_fault(
 ) -> None:
     with pytest.raises(EpisodeLostError, match=words):
         heard(folder, call(a=1), Tool("add", "", schema))
+
+
+DRAFT_4, DRAFT_7 = (f"http://json-schema.org/draft-0{number}/schema#" for number in (4, 7))
+NO_PYTHON = {"type": "string", "pattern": r"^\p{L}+$"}
+PAIR = {"type": "array", "items": [{"type": "number"}, {"type": "number"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "does_not"),
+    [
+        ({"$schema": DRAFT_7, "properties": {"a": PAIR}}, [1, 2], [1, "two"]),
+        ({"$schema": DRAFT_4, "properties": {"a": {"minimum": 0, "exclusiveMinimum": True}}}, 1, 0),
+        ({"$schema": "urn:of:nobody", "properties": {"a": {"type": "string"}}}, "b", 1),
+        ({"properties": {"a": NO_PYTHON}}, "é", 1),
+        ({"$schema": DRAFT_7, "properties": {"a": NO_PYTHON}}, "1", 1),
+        ({"properties": {"a": {"anyOf": [NO_PYTHON, {"$ref": "#/$defs/b"}]}}, "$defs": {"b": NO_PYTHON}}, "1", 1),
+        ({"properties": {"a": {"type": "object", "patternProperties": {r"\p{L}": False}}}}, {"b": 1}, 1),
+    ],
+)
+def test_schemas_are_of_their_own_draft_and_patterns_of_another_language_hold_nobody(
+    folder: Path, schema: dict[str, Any], fits: Any, does_not: Any
+) -> None:
+    tool = Tool("add", "", {"type": "object", **schema})
+    assert not heard(folder, call(a=fits), tool)
+    assert "The arguments of add do not fit" in heard(folder, call(a=does_not), tool)
+
+
+def test_a_part_of_another_draft_with_a_pattern_of_another_language_raises_nothing(folder: Path) -> None:
+    part = {"$schema": DRAFT_7, **NO_PYTHON}
+    assert not heard(folder, call(a="1"), Tool("add", "", {"type": "object", "properties": {"a": part}}))

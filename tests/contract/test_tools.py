@@ -56,13 +56,18 @@ def test_a_calculator_says_what_it_does_not_compute(expression: str, words: str)
         evaluated(expression)
 
 
-def played(*texts_and_calls: str | tuple[ToolCall, ...], tools: Any = (Calculator(),)) -> list[Answer]:
+def played(*said_or_called: str | tuple[ToolCall, ...] | Action, tools: Any = (Calculator(),)) -> list[Answer]:
     episode = ToolEpisode(tools, lambda task, answer: float(answer == task.ground_truth))
     opening = episode.reset(Task("t", ground_truth="4"), 0)
     assert isinstance(opening, Opening)
     assert [tool.name for tool in opening.tools] == [tool.tool.name for tool in tools]
-    actions = [Action(said) if isinstance(said, str) else Action("", tool_calls=said) for said in texts_and_calls]
-    return [episode.step(action) for action in actions]
+    return [episode.step(action_of(each)) for each in said_or_called]
+
+
+def action_of(given: str | tuple[ToolCall, ...] | Action) -> Action:
+    if isinstance(given, str):
+        return Action(given)
+    return given if isinstance(given, Action) else Action("", tool_calls=given)
 
 
 def test_an_episode_calls_tools_until_it_is_answered() -> None:
@@ -73,6 +78,11 @@ def test_an_episode_calls_tools_until_it_is_answered() -> None:
     assert (last.reward, last.is_over) == (1.0, True)
     assert played("5")[0].reward == 0.0
     assert played((ToolCall("none", {}),))[0].messages == [Message("tool", "error: there is no tool 'none'")]
+
+
+def test_a_last_turn_that_was_cut_is_graded_and_no_end_of_its_own() -> None:
+    (cut,) = played(Action("4", is_cut=True))
+    assert (cut.reward, cut.is_over, cut.is_truncated) == (1.0, False, True)
 
 
 def test_long_answers_lose_their_middle_and_say_so() -> None:

@@ -44,7 +44,7 @@ def hear(folder: Path, parser: str, template: str, text: str) -> Heard:
     write_tokenizer(folder, template)
     tokenizer = ChatTokenizer(folder)
     session = tool_calls_of(parser, tokenizer).of_session([ADD])
-    return session.hear([*tokenizer.encode(text), EOS_TOKEN_ID], is_cut=False)
+    return session.hear((), [*tokenizer.encode(text), EOS_TOKEN_ID], is_cut=False)
 
 
 @pytest.mark.parametrize(

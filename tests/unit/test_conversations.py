@@ -174,7 +174,7 @@ class Rig:
                 if each["role"] == "assistant":
                     break
                 heard.append(each)
-            turn.calls_told = reader.hear(ids, is_cut=False).told if reader is not None else None
+            turn.calls_told = reader.hear(prompt.token_ids, ids, is_cut=False).told if reader is not None else None
             said = {"role": "assistant", "content": turn.text}
             shown = (*shown, dict(turn.told), *heard)
             if heard:

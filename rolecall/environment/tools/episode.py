@@ -32,7 +32,7 @@ class CallableTool(Protocol):
 
 
 class ToolEpisode(Env):
-    """An episode with tools, which ends with the policy's first turn that calls none."""
+    """An episode with tools, which ends with the policy's first turn that calls none; truncated where that was cut."""
 
     def __init__(self, tools: Sequence[CallableTool], reward: Callable[[Task, str], float | Score]) -> None:
         """`reward` scores an answer; an episode that a budget ends has the empty one."""
@@ -47,7 +47,8 @@ class ToolEpisode(Env):
     def step(self, action: Action) -> Answer:
         """Calls what is to be called, in order; else ends the episode with its reward."""
         if not action.tool_calls:
-            return Answer(reward=self._reward(self._task, action.text), is_over=True)
+            reward = self._reward(self._task, action.text)
+            return Answer(reward=reward, is_over=not action.is_cut, is_truncated=action.is_cut)
         return Answer([Message(ROLE, shortened(self._called(call))) for call in action.tool_calls])
 
     def grade(self) -> float | Score:

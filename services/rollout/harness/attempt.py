@@ -17,7 +17,7 @@ from rolecall.data.continuation import Continuation
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import InvalidInputError
 from rolecall.v1 import trajectory_pb2
-from services.rollout.harness.calls import ChatCall, ChatMessage, RefusedError, Reply, as_key
+from services.rollout.harness.calls import ChatCall, ChatMessage, RefusedError, Reply, as_key, call_id
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
 from services.rollout.turns.tool_calls import SessionCalls, ToolCalls
@@ -180,13 +180,14 @@ class Attempt:
         tools = as_key(call.tools)
         if tools not in self._readers:
             self._readers[tools] = self._tool_calls.of_session(call.tools)
-        heard = self._readers[tools].hear(turn.response.sample.token_ids, is_cut=turn.is_cut)
+        sampled = turn.response.sample.token_ids
+        heard = self._readers[tools].hear(turn.prompt.token_ids, sampled, is_cut=turn.is_cut)
         turn.is_malformed = bool(heard.problem)
         turn.num_tool_calls = len(heard.calls)
         turn.calls_told = heard.told
         return [
             {
-                "id": f"call_{turn.number}_{index}",
+                "id": call_id(turn.number, index),
                 "type": "function",
                 "function": {"name": each.name, "arguments": each.arguments},
             }

@@ -163,12 +163,39 @@ def text_of(content: Any, kinds: tuple[str, ...]) -> str:
     return "".join(texts)
 
 
-def called(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
-    """A call of a tool as messages have it; `arguments`: JSON text."""
+def call_id(number: int, index: int) -> str:
+    """The id of a call of a tool: the number of the policy's call, and its place in the answer. Nine letters and
+    digits, for there are templates that take no other id.
+    """
+    return f"c{number:05}x{index:02}"
+
+
+def called(id: Any, name: Any, arguments: Any, answered: Answered) -> dict[str, Any]:
+    """A call of a tool as messages have it; `arguments`: JSON text. The policy's own words where the call is one of the
+    policy's with the same value, for clients read a value and write it in their own way.
+    """
     if not isinstance(name, str):
         raise bad("a call of a tool names no function")
     text = arguments if isinstance(arguments, str) else "{}"
+    number = number_in(id, "c")
+    for call in answered[number][1].tool_calls if number in answered else ():
+        said = call["function"]
+        if (call["id"], said["name"]) == (id, name) and _value_key(said["arguments"]) == _value_key(text):
+            return call
     return {"id": str(id or ""), "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def _value_key(text: str) -> str:
+    """The text by which values are compared: their numbers alone, so that 1.0 is 1. What is no JSON is itself."""
+    try:
+        return as_key(json.loads(text, parse_float=_number))
+    except (ValueError, RecursionError):
+        return text
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def shown_tool(name: Any, description: Any, parameters: Any) -> Mapping[str, Any]:
@@ -188,6 +215,8 @@ def shown_tool(name: Any, description: Any, parameters: Any) -> Mapping[str, Any
 
 
 def number_in(id: Any, kind: str) -> int:
-    """The number of the call that an id names which was made of it, as 3 in "call_3_0"; 0 for any other."""
-    found = re.fullmatch(rf"{kind}_([0-9]{{1,9}})(_[0-9]+)?", id) if isinstance(id, str) else None
+    """The number of the call that an id names which was made of it, as 3 in "resp_3" of the kind "resp_"; 0 for any
+    other. Ids of calls of tools, "c00003x00", are of the kind "c".
+    """
+    found = re.fullmatch(rf"{kind}([0-9]{{1,9}})(x[0-9]+)?", id) if isinstance(id, str) else None
     return int(found[1]) if found else 0

@@ -53,7 +53,7 @@ def read(body: bytes, answered: Answered) -> ChatCall:
         raise bad("n must be 1: ask again for another answer")
     options = fields.get("stream_options") or {}
     return ChatCall(
-        messages=tuple(_message(message) for message in messages),
+        messages=tuple(_message(message, answered) for message in messages),
         tools=tuple(_tool(tool) for tool in listed(fields, "tools")),
         max_tokens=at_least_one(fields, "max_completion_tokens", "max_tokens"),
         streams=bool(fields.get("stream")),
@@ -119,7 +119,7 @@ def _usage(reply: Reply) -> dict[str, Any]:
     }
 
 
-def _message(message: Any) -> ChatMessage:
+def _message(message: Any, answered: Answered) -> ChatMessage:
     if not isinstance(message, dict):
         raise bad("a message is no object")
     role = _ROLES.get(str(message.get("role")))
@@ -127,16 +127,16 @@ def _message(message: Any) -> ChatMessage:
         raise bad(f"messages of the role {message.get('role')!r} are not known; there are {', '.join(_ROLES)}")
     read: dict[str, Any] = {"role": role, "content": text_of(message.get("content"), _PARTS)}
     if calls := listed(message, "tool_calls"):
-        read["tool_calls"] = [_call(call) for call in calls]
+        read["tool_calls"] = [_call(call, answered) for call in calls]
     if message.get("tool_call_id"):
         read["tool_call_id"] = str(message["tool_call_id"])
     return read
 
 
-def _call(call: Any) -> dict[str, Any]:
+def _call(call: Any, answered: Answered) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     function = function if isinstance(function, dict) else {}
-    return called(call.get("id") if function else "", function.get("name"), function.get("arguments"))
+    return called(call.get("id") if function else "", function.get("name"), function.get("arguments"), answered)
 
 
 def _tool(tool: Any) -> Any:

@@ -17,7 +17,6 @@ from services.rollout.harness.calls import (
     called,
     fields_of,
     listed,
-    number_in,
     set_of,
     shown_tool,
     text_of,
@@ -174,16 +173,8 @@ def _user(content: Any) -> Iterator[ChatMessage]:
 
 
 def _call(use: Mapping[str, Any], answered: Answered) -> dict[str, Any]:
-    """A call of a tool: the policy's own words where it is one of the policy's, for a value can be written in many
-    ways.
-    """
-    number = number_in(use.get("id"), "call")
-    for call in answered[number][1].tool_calls if number in answered else ():
-        function = call["function"]
-        same = (call["id"], function["name"], json.loads(function["arguments"]))
-        if same == (use["id"], use.get("name"), use.get("input")):
-            return call
-    return called(use.get("id"), use.get("name"), json.dumps(use.get("input") or {}, ensure_ascii=False))
+    arguments = json.dumps(use.get("input") or {}, ensure_ascii=False)
+    return called(use.get("id"), use.get("name"), arguments, answered)
 
 
 def _tool(tool: Any) -> Any:

@@ -160,7 +160,7 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
     if reply.tool_calls:
         return [
             {
-                "id": f"fc_{call['id'].removeprefix('call_')}",
+                "id": f"fc_{call['id']}",
                 "type": "function_call",
                 "status": "completed",
                 "call_id": call["id"],
@@ -177,7 +177,7 @@ def _before(id: Any, answered: Answered) -> Sequence[ChatMessage]:
     """The conversation up to an earlier answer, without the instructions that were given with it."""
     if id is None:
         return ()
-    number = number_in(id, "resp")
+    number = number_in(id, "resp_")
     if number not in answered or not answered[number][0].is_stored:
         raise RefusedError(
             400, "previous_response_not_found", f"{id!r} is no answer of this episode that was to be stored"
@@ -200,7 +200,7 @@ def _messages(items: Sequence[Any], answered: Answered) -> list[ChatMessage]:
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            call = called(read.get("call_id"), read.get("name"), read.get("arguments"))
+            call = called(read.get("call_id"), read.get("name"), read.get("arguments"), answered)
             messages[-1].setdefault("tool_calls", []).append(call)
         else:
             raise bad(f"an item of the input is {kind!r}, which is not served")
@@ -213,7 +213,7 @@ def _referred(item: Any, answered: Answered) -> Mapping[str, Any]:
         raise bad("an item of the input is no object")
     if item.get("type") != "item_reference":
         return item
-    number = number_in(item.get("id"), "msg") or number_in(item.get("id"), "fc")
+    number = number_in(item.get("id"), "msg_") or number_in(item.get("id"), "fc_c")
     if number in answered and answered[number][0].is_stored:
         for kept in _items(answered[number][1]):
             if kept["id"] == item["id"]:

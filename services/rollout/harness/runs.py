@@ -30,8 +30,6 @@ class RunLimits:
     max_prompt_tokens: int
     max_calls: int
     max_row_tokens: int
-    budget_s: float
-    """Seconds from Reset on after which no call is taken."""
 
 
 class AgentRuns:
@@ -57,11 +55,14 @@ class AgentRuns:
         first: SampleRequest,
         prompt: Sequence[trajectory_pb2.Message],
         session: EpisodeSession,
+        *,
         began_at: float,
+        ends_at: float,
     ) -> tuple[SampleRequest, Response]:
-        """The episode of a session that is open. Errors as EpisodeSession.run and Replica.sample."""
+        """The episode of a session that is open; from `ends_at` on, a monotonic time, no call is taken. Errors as
+        EpisodeSession.run and Replica.sample.
+        """
         await self.endpoint.start()
-        ends_at = began_at + self._limits.budget_s
         own = self._limits
         limits = Limits(own.max_prompt_tokens, own.max_calls, own.max_row_tokens, ends_at)
         attempt = Attempt(first, limits, self._replica, self._tokenizer, self._continuation, self._tool_calls)

@@ -7,13 +7,15 @@ run's chat template shows is tried once, at the start.
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, FormatChecker
 from jsonschema.exceptions import SchemaError, ValidationError
+from jsonschema.validators import extend, validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
@@ -28,6 +30,10 @@ ToolSchema: TypeAlias = Mapping[str, Any]
 """A tool as chat templates are given it: {"type": "function", "function": {name, description, parameters}}."""
 ReadCalls: TypeAlias = Callable[[str, Sequence[ToolSchema]], list[tuple[str, str]]]
 """Reads the calls of these tools in a text, special tokens included, as (name, JSON text of its arguments)."""
+OPENS, CLOSES = "<think>", "</think>"
+"""How a policy's thinking begins, in what it says or at the end of its prompt, and how it ends."""
+_TAIL_TOKENS = 16
+"""Tokens at the end of a prompt that say whether it opens thinking."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class SessionCalls:
         self._read = read
         self._marker = marker
         self._tools = tools
-        self._validators: dict[str, Draft202012Validator] = {}
+        self._validators: dict[str, Any] = {}
         for tool in tools:
             function = tool["function"]
             problem = schema_problem(function["parameters"])
@@ -83,28 +89,38 @@ class SessionCalls:
                 raise EpisodeLostError(
                     f"the input_schema of the environment's tool {function['name']!r} is no JSON Schema: {problem}"
                 )
-            # an empty registry: references to elsewhere are not followed
-            self._validators[function["name"]] = Draft202012Validator(function["parameters"], registry=Registry())
+            self._validators[function["name"]] = _validator(function["parameters"])
 
-    def hear(self, token_ids: Sequence[int], *, is_cut: bool) -> Heard:
-        """The calls in a turn that was sampled as `token_ids`, whose last one ended it unless it `is_cut`."""
+    def hear(self, prompt: Sequence[int], token_ids: Sequence[int], *, is_cut: bool) -> Heard:
+        """The calls in a turn that was sampled from `prompt` as `token_ids`, whose last one ended it unless it
+        `is_cut`. What was thought calls nothing.
+        """
         text = self._tokenizer.spell(token_ids if is_cut else token_ids[:-1])
+        said = self._said(prompt, text)
         try:
-            calls = self._read(text, self._tools)
+            calls = self._read(said, self._tools)
         except Exception as error:  # the entry point of a parser that is not ours, at text that nobody foresaw
             logger.warning("a parser of tool calls raised %r", error)
             return Heard(problem="The call could not be read.")
-        if not calls and self._marker is not None and self._marker in text:
+        if not calls and self._marker is not None and self._marker in said:
             return Heard(problem=f"The call after {self._marker} could not be read.")
         for name, arguments in calls:
             problem = self._problem(name, arguments)
             if problem:
                 return Heard(problem=problem)
         found = tuple(environment_pb2.ToolCall(name=name, arguments=arguments) for name, arguments in calls)
-        if not found or self._marker is None or self._marker not in text:
+        if not found or self._marker is None or self._marker not in said:
             return Heard(found)
         is_lost = self._marker not in self._tokenizer.decode(token_ids)
-        return Heard(found, told=_told(text.partition(self._marker)[0], calls) if is_lost else None)
+        content = text.removesuffix(said) + said.partition(self._marker)[0]
+        return Heard(found, told=_told(content, calls) if is_lost else None)
+
+    def _said(self, prompt: Sequence[int], text: str) -> str:
+        """The part of a turn behind its thinking; empty where that was never closed."""
+        _, is_closed, said = text.rpartition(CLOSES)
+        before_call = said if self._marker is None else said.partition(self._marker)[0]
+        is_opened = self._tokenizer.spell(prompt[-_TAIL_TOKENS:]).rstrip().endswith(OPENS)
+        return "" if OPENS in before_call or (is_opened and not is_closed) else said
 
     def _problem(self, name: str, arguments: str) -> str:
         """Returns what the policy is told of a call that no tool can take; empty for one that can be taken."""
@@ -139,12 +155,41 @@ def schema_problem(schema: Mapping[str, Any]) -> str | None:
 @lru_cache(maxsize=1024)  # an agent shows its tools at each call, and a check takes milliseconds
 def _schema_problem(schema: str) -> str | None:
     try:
-        Draft202012Validator.check_schema(json.loads(schema))
+        # no format is looked at: a pattern may be one of another language
+        _draft(value := json.loads(schema)).check_schema(value, format_checker=FormatChecker(formats=()))
     except SchemaError as error:
         return str(error.message)
     except RecursionError:
         return "it is nested too deeply"
     return None
+
+
+def _validator(schema: Mapping[str, Any]) -> Any:
+    """The validator of arguments by a schema that is one. A keyword with a pattern that is none of Python's is left
+    unheeded.
+    """
+    draft = _draft(schema)
+    lenient = extend(draft, {name: _lenient(check) for name, check in draft.VALIDATORS.items()})
+    own = {name: value for name, value in schema.items() if name != "$schema"}  # by which jsonschema takes its own
+    return lenient(own, registry=Registry())  # an empty registry: references to elsewhere are not followed
+
+
+def _draft(schema: Mapping[str, Any]) -> Any:
+    """The validator of the draft that a schema names; of the newest where it names none that is known."""
+    named = schema if isinstance(schema.get("$schema"), str) else {}
+    return validator_for(named, default=Draft202012Validator)
+
+
+def _lenient(check: Callable[..., Iterator[ValidationError] | None]) -> Callable[..., Iterator[ValidationError]]:
+    """A check of a keyword that finds nothing where a pattern cannot be compiled."""
+
+    def checked(*args: Any) -> Iterator[ValidationError]:
+        try:
+            yield from check(*args) or ()
+        except re.error as error:
+            logger.debug("a pattern of a tool's schema is left unheeded: %s", error)
+
+    return checked
 
 
 def tool_schemas(tools: Sequence[environment_pb2.Tool]) -> list[ToolSchema]:
