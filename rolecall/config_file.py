@@ -119,9 +119,11 @@ def override_tree(tree: dict[str, Any], override: str) -> None:
         tree[name] = dict(below)
         tree = tree[name]
     try:
-        tree[leaf] = yaml.safe_load(value)
+        node, tree[leaf] = yaml.compose(value, _Loader), yaml.load(value, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: its value is not YAML: {error}") from error
+    if value[node.end_mark.index if node is not None else 0 :].strip():
+        raise ConfigError(f"override {override!r}: # begins a comment, which is not read; put the value in quotes")
 
 
 def overrides_from(arguments: Sequence[str], options: Sequence[str] = ()) -> list[str]:

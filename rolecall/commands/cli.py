@@ -57,12 +57,15 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
         from rolecall.commands.health import health
 
         return health(arguments, ROLES, overrides_from(rest, ("--live", "--name", "--tls")))
-    from rolecall.settings import load_settings
+    from rolecall.settings import load_settings, require_home
 
     if arguments.command in ("train", "check"):
         from rolecall.launcher.placed import load_unplaced
 
-        settings = load_unplaced(arguments.config, overrides_from(rest, ("--recipe", "--resume")), arguments.recipe)
+        overrides = overrides_from(rest, ("--recipe", "--resume"))
+        settings = load_unplaced(arguments.config, overrides, arguments.recipe)
+        if not _say_where(overrides):
+            require_home(arguments.config, settings.run)
         if arguments.command == "check":
             from rolecall.commands.check import check
 
@@ -88,7 +91,10 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.command == "sft":
         from rolecall.settings import load_sft_settings
 
-        sft_settings = load_sft_settings(arguments.config, overrides_from(rest, ("--resume",)))
+        overrides = overrides_from(rest, ("--resume",))
+        sft_settings = load_sft_settings(arguments.config, overrides)
+        if not _say_where(overrides):
+            require_home(arguments.config, sft_settings.run)
         from rolecall.commands.sft import sft as fine_tune
 
         return fine_tune(sft_settings, resume=arguments.resume)
@@ -97,6 +103,11 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
         raise ConfigError(f"unexpected argument {rest[0]!r}; see rolecall {arguments.command} --help")
     return _run_as_it_stands(arguments)
+
+
+def _say_where(overrides: Sequence[str]) -> bool:
+    """Whether `overrides` name the run's folder, so that no other need be meant."""
+    return any(override.startswith("run.dir=") for override in overrides)
 
 
 def _run_as_it_stands(arguments: argparse.Namespace) -> int:

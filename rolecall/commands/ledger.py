@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from rolecall.commands.ledger_story import own_events, story
 from rolecall.errors import ConfigError, NotFoundError, RunLockedError, StoreUnavailableError
-from rolecall.settings import RunSettings, load_settings, store_url_file
+from rolecall.settings import RunSettings, settings_of_run, store_url_file
 from rolecall.store.audit import Report, audit
 from rolecall.store.connection import Connection, connect
 from rolecall.store.embedded import EmbeddedStore
@@ -34,7 +34,7 @@ def ledger(run: str, id: str | None, as_json: bool, out: TextIO) -> int:
 
     Returns the exit code: 1 when the ledger does not balance.
     """
-    settings = _settings(run)
+    settings = settings_of_run(Path(run))
     if not settings.run.dir.is_dir():
         raise ConfigError(
             f"run.dir {settings.run.dir} is not here, and the history lies in it; run this where the controller runs"
@@ -46,14 +46,6 @@ def ledger(run: str, id: str | None, as_json: bool, out: TextIO) -> int:
         report = audit(connection, settings.run.name, settings.run.dir)
     out.write(json.dumps(_as_json(report)) + "\n" if as_json else _as_text(report))
     return 1 if report.problems else 0
-
-
-def _settings(run: str) -> RunSettings:
-    path = Path(run)
-    file = path / "config.yaml" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"{run} is neither a run directory with a config.yaml nor a configuration file")
-    return load_settings(file)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from rolecall.launcher.run_record import RunRecord, as_json_line, read_record
 from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.identity import acting_as
-from rolecall.settings import RpcSection, TlsSection, load_settings
+from rolecall.settings import RpcSection, TlsSection, load_settings, require_no_copy, settings_of_run
 from rolecall.v1 import controller_pb2, controller_pb2_grpc, training_pb2
 
 WATCH_TIMEOUT_S = 24 * 3600.0
@@ -96,7 +96,8 @@ def find(run: str, caller: Caller = Caller.VIEWER, tls: Path | None = None) -> R
     path = Path(run)
     file = path / "config.yaml" if path.is_dir() else path
     if file.is_file():
-        settings = load_settings(file)
+        require_no_copy(path, load_settings(file).run)
+        settings = settings_of_run(path)
         if settings.controller.address is None and (settings.run.dir / "config.yaml").is_file():
             # the resolved one of the run that was started from it
             settings = load_settings(settings.run.dir / "config.yaml")

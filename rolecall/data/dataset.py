@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ UID_FIELD = "uid"
 MAX_DEPTH = 24
 """Lists and objects in each other in a field of a prompt: protobuf reads messages 100 deep, and an object takes three.
 """
+
+_OF_CONVERSATIONS = ("tool_calls", "reasoning_content")
+"""Fields of a message that are shown in conversations alone (conversations.py)."""
+_JSON_LINES = (".jsonl", ".json", ".ndjson", "")
+"""Ends of the names of files that are read as a JSON object a line."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +131,14 @@ def read_rows(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]:
     if not path.is_file():
         state = "is a folder" if path.is_dir() else "does not exist"
         raise ConfigError(f"the dataset {path} {state}; give {setting} a .jsonl or .parquet file")
+    kind = path.suffix.lower()
+    if kind != ".parquet" and kind not in _JSON_LINES:
+        raise ConfigError(
+            f"the dataset {path} is named {kind}, and JSON lines (.jsonl, .json, .ndjson) and .parquet are read; "
+            f"unpack or convert it, or rename it where it is one of them, and give that to {setting}"
+        )
     try:
-        yield from _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+        yield from _parquet_rows(path) if kind == ".parquet" else _json_rows(path)
     except OSError as error:
         raise ConfigError(
             f"the dataset {path} cannot be read: {error.strerror or error}; make it a readable file"
@@ -152,7 +164,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _json_row(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = parse_json(line.decode("utf-8-sig"))
+        row = parse_json(line.decode("utf-8-sig"), partial(_once, where=where))
         if b"\\u" in line:
             json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON and no text
     except json.JSONDecodeError as error:
@@ -168,6 +180,15 @@ def _json_row(line: bytes, where: str) -> dict[str, Any]:
             f"{where}: a {type(row).__name__}, not an object with fields; write {{...}} with the prompt in a field"
         )
     return row
+
+
+def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    """The object of these fields; ConfigError names one that is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place]))
+        raise ConfigError(f"{where}: the field {twice!r} is there twice; remove one")
+    return found
 
 
 def _parse(row: dict[str, Any], where: str, default_uid: str, data: DataSection, reward: RewardSection) -> RawPrompt:
@@ -197,8 +218,11 @@ def _check_carried(value: object, field: str, depth: int = 0) -> None:
             raise ConfigError(f"{field}: nested more than {MAX_DEPTH} deep; flatten it, or write it as text")
         for item in value.values() if isinstance(value, Mapping) else value:
             _check_carried(item, field, depth + 1)
-    elif isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
-        raise ConfigError(f"{field}: a number that no message holds, as NaN or one beyond a float64; write text")
+    elif isinstance(value, int | float) and not (abs(value) <= sys.float_info.max and float(value) == value):
+        raise ConfigError(
+            f"{field}: a number that no message holds, as NaN, one beyond a float64 or a whole one that it rounds; "
+            "write text"
+        )
 
 
 def _comparing(reward: RewardSection, metadata: Mapping[str, Any], where: str) -> str | None:
@@ -290,6 +314,12 @@ def parse_messages(value: object, where: str) -> tuple[tuple[str, str], ...]:
         )
     messages = []
     for message in value:
+        lost = [name for name in _OF_CONVERSATIONS if isinstance(message, dict) and message.get(name)]
+        if lost:
+            raise ConfigError(
+                f"{where}: a message has {lost[0]}, which a list of {{role, content}} does not show; leave it out, or "
+                'give `rolecall sft` a conversation (docs/configuration.md, "Conversations and tools")'
+            )
         if (
             not isinstance(message, dict)
             or not isinstance(message.get("role"), str)

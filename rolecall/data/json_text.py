@@ -2,13 +2,16 @@
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
-def parse_json(text: str) -> Any:
-    """Reads `text`. ValueError says why it cannot be read; it is a JSONDecodeError where the place is known."""
+def parse_json(text: str, object_of: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Reads `text`, each object by `object_of` its fields (None: a dict). ValueError says why it cannot be read; it is
+    a JSONDecodeError where the place is known.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=object_of)
     except json.JSONDecodeError:
         raise
     except RecursionError as error:

@@ -22,6 +22,9 @@ from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import SftDataSection
 from rolecall.wire import Array
 
+_NO_TOOLS: tuple[object, ...] = (None, [], "", "[]", "null")
+"""Ways in which a row has the field of tools and none."""
+
 
 @dataclass(frozen=True)
 class Example:
@@ -110,6 +113,12 @@ def _parse(row: dict[str, object], where: str, data: SftDataSection) -> Example:
     if row.get(data.response_field) is not None:
         messages = tuple({"role": role, "content": text} for role, text in parse_messages(asked, of_prompt))
         response = _response(row[data.response_field], f"{where}, field {data.response_field!r}")
+        if row.get(TOOLS_FIELD) not in _NO_TOOLS:
+            raise ConfigError(
+                f"{where}, field {TOOLS_FIELD!r}: tools are not shown beside a field {data.response_field!r}; leave "
+                "them out, or make the response the last message of a conversation (docs/configuration.md, "
+                '"Conversations and tools")'
+            )
     elif isinstance(asked, list) and asked and isinstance(asked[-1], dict) and asked[-1].get("role") == "assistant":
         where = of_prompt
         messages, tools = parse_conversation(asked, row.get(TOOLS_FIELD), where)

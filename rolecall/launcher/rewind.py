@@ -13,7 +13,7 @@ from typing import TextIO
 
 from rolecall.checkpoint.manifest import RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
-from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, ConfigError
+from rolecall.errors import CheckpointMismatchError, CheckpointMissingError
 from rolecall.launcher.plan import run_lock
 from rolecall.settings import JobSection, run_section_of
 
@@ -27,11 +27,7 @@ def rewind(run: str, step: int, out: TextIO) -> int:
     """Makes the checkpoint of `step` the newest of the run that `run` names (its directory or configuration); returns
     the exit code. CheckpointMissingError names those that there are; RunLockedError while a launcher works there.
     """
-    path = Path(run)
-    file = path / "config.yaml" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"{run} is neither a run directory with a config.yaml nor a configuration file")
-    section = run_section_of(file)
+    section = run_section_of(Path(run))
     with run_lock(section.dir) if section.dir.is_dir() else nullcontext():
         return _rewind(section, step, out)
 

@@ -219,10 +219,10 @@ def evaluate_many(
     """
     try:
         answers = function([Item.from_proto(item) for item in items])
-        if len(answers) != len(items):
+        if not _is_row(answers) or len(answers) != len(items):
+            found = f"{len(answers)} answers" if _is_row(answers) else f"a {type(answers).__name__}"
             raise ScorerError(
-                f"the scorer {spec.name!r} returned {len(answers)} answers to {len(items)} items; return one per item, "
-                "in order"
+                f"the scorer {spec.name!r} returned {found} to {len(items)} items; return one per item, in order"
             )
     except Exception as error:  # the entry point of code that is not ours
         return [failure_of(item, error) for item in items]
@@ -247,12 +247,17 @@ def chunked(items: Sequence[reward_pb2.ScoreItem], num_items: int) -> list[list[
     return chunks
 
 
+def _is_row(answers: Any) -> bool:
+    """Whether what a function of many returned has an order that it meant: a dict has keys, a set its hashes'."""
+    return (isinstance(answers, Sequence) and not isinstance(answers, str | bytes)) or np.ndim(answers) == 1
+
+
 def _checked(item: reward_pb2.ScoreItem, answer: object, spec: reward_pb2.DescribeResponse) -> reward_pb2.ScoreResult:
     if isinstance(answer, RoleCallError):
         return failure_of(item, answer)
     try:
         return result_of(item, answer, spec)
-    except ScorerError as error:
+    except Exception as error:  # the answer of code that is not ours, in which anything may stand
         return failure_of(item, error)
 
 

@@ -10,14 +10,19 @@ from pydantic_core import ErrorDetails
 from rolecall.config_file import load_tree, override_tree, read_tree
 from rolecall.errors import ConfigError
 from rolecall.nearest import did_you_mean
-from rolecall.settings.data import RunSection
+from rolecall.settings.data import JobSection, RunSection
 from rolecall.settings.environment import from_environment
 from rolecall.settings.reward_model import RewardModelSettings
 from rolecall.settings.run import RunSettings
 from rolecall.settings.section import Section
 from rolecall.settings.sft import SftRunSection, SftSettings
 
+CONFIG = "config.yaml"
+"""The resolved configuration in a run's folder."""
+_OF_A_RUN = "identity.json"
+"""A file beside it in the folder of every run that was started."""
 _Settings = TypeVar("_Settings", bound=Section)
+_Job = TypeVar("_Job", bound=JobSection)
 
 
 def load_settings(path: Path, overrides: list[str] | None = None, recipe: str | Path | None = None) -> RunSettings:
@@ -54,16 +59,95 @@ def load_reward_model_settings(path: Path, overrides: list[str] | None = None) -
     return _valid(RewardModelSettings, tree, path, "")
 
 
-def run_section_of(path: Path) -> RunSection | SftRunSection:
-    """The section `run` of the file of a run or of `rolecall sft`: a run's says something that the other's cannot."""
-    is_of_sft = read_tree(path).keys() <= SftSettings.model_fields.keys()
-    return load_sft_settings(path).run if is_of_sft else load_settings(path).run
+def config_of(run: Path) -> Path:
+    """The configuration of the run that `run` names: itself, or the one in a run's folder. ConfigError when there is
+    none.
+    """
+    file = run / CONFIG if run.is_dir() else run
+    if not file.is_file():
+        raise ConfigError(f"{run} is neither a run directory with a config.yaml nor a configuration file")
+    return file
+
+
+def settings_of_run(run: Path) -> RunSettings:
+    """The settings of the run that `run` names, its folder or its configuration. Of a folder that was moved or copied,
+    run.dir is that folder. ConfigError as `config_of` and `load_settings`.
+    """
+    settings = load_settings(config_of(run))
+    return settings.model_copy(update={"run": _at_home(settings.run, run)})
+
+
+def run_section_of(run: Path) -> RunSection | SftRunSection:
+    """The section `run` of a run or of `rolecall sft`, as `settings_of_run` has it."""
+    file = config_of(run)
+    return _at_home(load_sft_settings(file).run if _is_of_sft(read_tree(file)) else load_settings(file).run, run)
+
+
+def require_home(run: Path, section: JobSection) -> None:
+    """ConfigError when `run` is the folder of a run, or the configuration in it, and `section` says that the run is in
+    another folder: whoever starts something there would do so in the other.
+    """
+    if (home := _home_of(run)) is not None and not _is_same(section.dir, home):
+        raise ConfigError(
+            f"{config_of(run)} says that run.dir is {section.dir}, and lies in {home}: the folder was moved or copied; "
+            f"give --run.dir {home} (and --run.checkpoint_url where it is set), or edit them there; or name "
+            f"{section.dir / CONFIG}"
+        )
+
+
+def require_no_copy(run: Path, section: JobSection) -> None:
+    """ConfigError when `run` is the folder of a run, or the configuration in it, and a copy of another that is here."""
+    home = _home_of(run)
+    if home is not None and section.dir.is_dir() and not _is_same(section.dir, home):
+        raise ConfigError(
+            f"{home} is a copy of the run in {section.dir}, whose controller and checkpoints it names; name that, or "
+            f"edit run.dir, run.checkpoint_url and controller.address in {config_of(run)}"
+        )
+
+
+def _at_home(section: _Job, run: Path) -> _Job:
+    """`section` with its folder where that lies now. ConfigError for a copy whose checkpoints are the original's."""
+    home, url = _home_of(run), section.checkpoint_url
+    if home is None or _is_same(section.dir, home):
+        return section
+    if url is not None:
+        folder = Path(url.removeprefix("file://"))
+        if folder.is_relative_to(section.dir):
+            url = str(home / folder.relative_to(section.dir))
+        else:
+            require_no_copy(run, section)
+    return section.model_copy(update={"dir": home, "checkpoint_url": url})
+
+
+def _home_of(run: Path) -> Path | None:
+    """The folder of the run that `run` names; None for a configuration that lies elsewhere."""
+    if run.is_dir():
+        return run.absolute()
+    is_in_it = run.name == CONFIG and (run.parent / _OF_A_RUN).is_file()
+    return run.absolute().parent if is_in_it else None
+
+
+def _is_same(folder: Path, home: Path) -> bool:
+    return folder.is_dir() and folder.samefile(home)
+
+
+def _is_of_sft(tree: dict[str, Any]) -> bool:
+    """Whether `tree` is of `rolecall sft`: a run's says something that the other's cannot."""
+    data = tree.get("data")
+    return tree.keys() <= SftSettings.model_fields.keys() and isinstance(data, dict) and "batch_size" in data
 
 
 def _valid(kind: type[_Settings], tree: dict[str, Any], path: Path, given: str) -> _Settings:
     try:
         return kind.model_validate(tree, context={"base": path.resolve().parent})
     except ValidationError as error:
+        if kind is RunSettings and _is_of_sft(tree):
+            raise ConfigError(
+                f"{path} is the file of `rolecall sft`, which no other command but rewind and export takes; how far "
+                "it is stands in metrics.jsonl and logs/sft.log in its run.dir"
+            ) from error
+        if kind is SftSettings and {"algorithm", "reward"} <= tree.keys():
+            raise ConfigError(f"{path} is the file of a run; start it with `rolecall train`") from error
         lines = [
             f"  {'.'.join(str(part) for part in item['loc']) or 'configuration'}: {_said(kind, item)}"
             for item in error.errors(include_url=False)

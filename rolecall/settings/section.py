@@ -2,6 +2,7 @@
 
 import os
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 from urllib.parse import urlsplit
@@ -21,14 +22,18 @@ MAX_NAME_BYTES = 255
 
 
 def absolute(value: object, info: Any) -> object:
-    """The path `value`, taken from the configuration file's folder where that is known; a number or a date, as YAML may
-    read a name, is taken as it is written. ValueError when it is none.
+    """The path `value`, taken from the configuration file's folder where that is known; a date, as YAML may read a
+    name, is taken as it is written. ValueError when it is none: a number no longer says how it was written (0012 is 10,
+    1.10 is 1.1), and no variable of the environment is read.
     """
     base = (info.context or {}).get("base")
     if base is None or value is None:
         return value
-    if isinstance(value, bool | list | dict):
+    if isinstance(value, int | float | datetime | list | dict):  # a bool is an int
         raise ValueError(f"{value!r} is no path; write one, in quotes where YAML reads something else")
+    variable = next((part for part in Path(str(value)).parts if part.startswith("$")), None)
+    if variable is not None:
+        raise ValueError(f"{variable} in {str(value)!r} is not replaced by anything; write the folder in full")
     try:
         path = Path(base) / Path(str(value)).expanduser()
     except RuntimeError as error:

@@ -19,7 +19,7 @@ from typing import Any, TextIO, TypeAlias
 import numpy as np
 
 from rolecall.config_file import overrides_from
-from rolecall.data.dataset import RawPrompt, load_prompts
+from rolecall.data.dataset import RawPrompt, load_prompts, rows_of
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, RoleCallError, print_error
 from rolecall.scoring.client import open_client
@@ -82,11 +82,16 @@ def items_of(settings: RunSettings, file: Path, field: str) -> list[reward_pb2.S
         raise ConfigError(f"FILE: {file} is no file; name one of rows with responses, .jsonl or .parquet")
     tokenizer = ChatTokenizer(settings.model.path, settings.model.chat_template_kwargs)
     prompts = load_prompts(file, settings.data, settings.reward)
-    return [item for prompt in prompts for item in _items(prompt, field, tokenizer)]
+    rows = rows_of(file, "FILE")  # the field may be that of the prompt or the truth, which metadata lacks
+    return [
+        item
+        for prompt, (_, _, _, row) in zip(prompts, rows, strict=True)
+        for item in _items(prompt, row.get(field), field, tokenizer)
+    ]
 
 
-def _items(prompt: RawPrompt, field: str, tokenizer: ChatTokenizer) -> list[reward_pb2.ScoreItem]:
-    given = prompt.metadata.get(field)
+def _items(prompt: RawPrompt, given: object, field: str, tokenizer: ChatTokenizer) -> list[reward_pb2.ScoreItem]:
+    """Items of the responses `given`, which the row of `prompt` has in `field`."""
     responses = given if isinstance(given, list) else [given]
     if not responses or not all(isinstance(response, str) for response in responses):
         raise ConfigError(

@@ -58,6 +58,8 @@ def behave(item: Item) -> float:
             return None
         case ["big"]:
             return 2.0
+        case ["half"]:
+            return Score(1.0, answer="\\ud83d")
         case ["unavailable_once", marker]:
             if not os.path.exists(marker):
                 open(marker, "w").close()

@@ -90,6 +90,15 @@ async def test_of_a_batch_that_kills_its_worker_the_one_item_fails(
     assert codes(results) == ["ok", "ok", code, "ok"]
 
 
+async def test_of_a_batch_the_one_answer_that_is_no_score_fails(start_pool: StartPool) -> None:
+    many = FunctionScorer(target="behaviour:many", min=0, max=1, scope="batch", max_items=4)
+    pool = await start_pool(num_workers=1, many=many)
+    before = [worker.pid for worker in workers()]
+    results = await pool.score("many", items_of("fine", "half", "none"))
+    assert codes(results) == ["ok", "SCORER_EXCEPTION", "SCORER_FAILED"]
+    assert [worker.pid for worker in workers()] == before, "nothing killed the worker"
+
+
 async def test_a_function_that_compares_is_given_whole_groups(start_pool: StartPool) -> None:
     compares = FunctionScorer(target="behaviour:longest", min=0, max=1, scope="group")
     pool = await start_pool(num_workers=2, longest=compares)

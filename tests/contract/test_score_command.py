@@ -72,6 +72,16 @@ def test_a_file_of_responses_is_scored_as_a_run_would(run_file: Path, capsys: py
     assert said[5].startswith("3 responses in ")
 
 
+def test_the_truths_of_a_data_set_may_be_scored_as_its_responses(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(run_file.parent, ROWS[0])
+    assert main([str(rows), "--config", str(run_file), "--json", "--response-field", "ground_truth"]) == 0
+    assert [row["reward"] for row in json.loads(capsys.readouterr().out)["scores"]] == [1.0, 1.0]
+    assert main([str(rows), "--config", str(run_file), "--json", "--response-field", "prompt"]) == 0
+    assert [row["answer"] for row in json.loads(capsys.readouterr().out)["scores"]] == ["2 + 2"]
+
+
 def test_a_response_without_a_score_is_told_and_ends_with_1(
     run_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

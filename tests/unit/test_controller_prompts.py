@@ -3,6 +3,7 @@ are counted.
 """
 
 import json
+import math
 from pathlib import Path
 
 import pyarrow
@@ -67,6 +68,23 @@ def write(path: Path, *rows: object) -> Path:
             {"prompt": [{"role": "user", "content": " "}]},
             "line 2, field 'prompt': the prompt is empty; write one or remove the line",
         ),
+        (
+            {"prompt": [{"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]}]},
+            "line 2, field 'prompt': a message has tool_calls, which",
+        ),
+        (
+            {"prompt": [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]},
+            "line 2, field 'prompt': a message has tool_calls, which",
+        ),
+        (
+            {"prompt": [{"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}]},
+            "line 2, field 'prompt': a message has reasoning_content, which",
+        ),
+        ({"prompt": "hi", "x": [2**53 + 1]}, "line 2, field 'x': a number that no message holds"),
+        ({"prompt": "hi", "x": math.nan}, "line 2, field 'x': a number that no message holds"),
+        ({"prompt": "hi", "x": 10**400}, "line 2, field 'x': a number that no message holds"),
+        ('{"prompt": "a", "prompt": "b"}', "line 2: the field 'prompt' is there twice; remove one"),
+        ('{"prompt": "a", "x": [{"y": 1, "z": 2, "y": 3}]}', "line 2: the field 'y' is there twice; remove one"),
         ({"prompt": "hi", "ground_truth": 5}, "line 2, field 'ground_truth': a int, not a string"),
         ({"prompt": "hi", "uid": [1]}, "line 2, field 'uid': a list, not text or a whole number"),
         ({"prompt": "hi", "uid": "a"}, "p.jsonl, line 2 share the uid 'a'"),
@@ -156,6 +174,29 @@ def test_what_is_no_parquet_and_what_is_no_file_are_named(tmp_path: Path) -> Non
         load_prompts(tmp_path / "p.parquet", data_section(tmp_path), ELSEWHERE)
     with pytest.raises(ConfigError, match=r"is a folder; give data\.train"):
         load_prompts(tmp_path, data_section(tmp_path), ELSEWHERE)
+
+
+@pytest.mark.parametrize("name", ["p.jsonl.gz", "p.arrow", "p.csv"])
+def test_a_file_of_another_kind_is_named_with_those_that_are_read(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, b"\x1f\x8b\xff")
+    with pytest.raises(ConfigError, match=r"is named \.(gz|arrow|csv), and JSON lines .* and \.parquet are read"):
+        load_prompts(path, data_section(path), ELSEWHERE)
+
+
+def test_kinds_are_read_whatever_the_case_of_their_names(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "hi"}]), tmp_path / "p.PARQUET")
+    write(tmp_path / "p.JSONL", {"prompt": "hi"})
+    for name in ("p.PARQUET", "p.JSONL"):
+        (prompt,) = load_prompts(tmp_path / name, data_section(tmp_path), ELSEWHERE)
+        assert prompt.messages == (("user", "hi"),)
+
+
+def test_what_a_message_holds_as_it_is_and_what_an_environment_reads_passes(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    plain: dict[str, object] = {"role": "user", "content": "hi", "tool_calls": [], "reasoning_content": None}
+    path = write(tmp_path / "p.jsonl", {"prompt": [plain], "tools": tools, "x": [2**53, -(2**60), 0.5, True]})
+    (prompt,) = load_prompts(path, data_section(path), ELSEWHERE)
+    assert prompt.metadata == {"tools": tools, "x": [2**53, -(2**60), 0.5, True]}
 
 
 def test_a_conversation_that_the_template_refuses_is_named_by_its_line(tmp_path: Path) -> None:

@@ -38,6 +38,16 @@ def test_every_key_is_documented() -> None:
         ("actor.devices=[true]", "actor: devices: true and false are no numbers; write a number"),
         ("run.dir=true", "run.dir: True is no path; write one, in quotes where YAML reads something else"),
         ("run.dir=[a]", "run.dir: ['a'] is no path; write one, in quotes where YAML reads something else"),
+        ("run.dir=0012", "run.dir: 10 is no path; write one, in quotes where YAML reads something else"),
+        ("run.dir=1.10", "run.dir: 1.1 is no path; write one, in quotes"),
+        ("run.dir=2026-11-26 10:00:00Z", "is no path; write one, in quotes"),
+        ("data.train=[a.jsonl, 7]", "data.train: 7 is no path; write one, in quotes"),
+        ("run.checkpoint_url=7", "run.checkpoint_url: 7 is no path; write one, in quotes"),
+        ("run.dir=$HOME/x", "run.dir: $HOME in '$HOME/x' is not replaced by anything; write the folder in full"),
+        ("model.path=/data/${USER}/x", "model.path: ${USER} in '/data/${USER}/x' is not replaced by anything"),
+        ("data.system_prompt=# Answer in digits", "data.system_prompt=# Answer in digits': # begins a comment"),
+        ("data.system_prompt=Answer # in digits", "data.system_prompt=Answer # in digits': # begins a comment"),
+        ("evaluation.sets={a: {path: b, path: c}}", "path is there twice"),
         ("run.checkpoint_url=''", "run.checkpoint_url: it is empty; name a folder or a URL, or leave it out"),
         ("run.checkpoint_url=true", "run.checkpoint_url: True is no path; write one"),
         ("run.dir=~nobody-of-that-name/x", "run.dir: '~nobody-of-that-name/x' begins with ~ and a user who is not kn"),
@@ -52,10 +62,29 @@ def test_a_value_of_another_kind_is_refused_by_name(tmp_path: Path, override: st
     assert told in refused.value.message
 
 
-@pytest.mark.parametrize("name", ["7", "1.5", "2026-11-26"])
-def test_a_path_may_look_like_a_number_or_a_date(tmp_path: Path, name: str) -> None:
-    run = load_settings(write_light_config(tmp_path), [f"run.dir={name}", f"run.checkpoint_url={name}"]).run
+@pytest.mark.parametrize(
+    ("written", "name"), [("'7'", "7"), ("'0012'", "0012"), ('"1.10"', "1.10"), ("2026-11-26", "2026-11-26")]
+)
+def test_a_path_may_look_like_a_date_and_in_quotes_like_a_number(tmp_path: Path, written: str, name: str) -> None:
+    run = load_settings(write_light_config(tmp_path), [f"run.dir={written}", f"run.checkpoint_url={written}"]).run
     assert (run.dir, run.checkpoint_url) == (tmp_path / name, str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("'# hi'", "# hi"),
+        ("C# or F#", "C# or F#"),
+        ("  hi there  ", "hi there"),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("|\n  two\n  lines", "two\nlines"),
+        ("'two\n\n  lines' ", "two\nlines"),
+    ],
+)
+def test_an_override_is_read_as_it_is_written(tmp_path: Path, written: str, read: str | None) -> None:
+    assert load_settings(write_light_config(tmp_path), [f"data.system_prompt={written}"]).data.system_prompt == read
 
 
 def test_where_a_truth_is_wanted_it_is_taken(tmp_path: Path) -> None:

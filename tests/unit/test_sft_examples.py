@@ -13,6 +13,14 @@ from rolecall.errors import ConfigError
 from rolecall.settings import SftDataSection
 from tests.tiny_tokenizer import EOS_TOKEN_ID, write_tokenizer
 
+ASKED = {"role": "user", "content": "a"}
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+CALLED = {
+    "role": "assistant",
+    "content": "let me see",
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}],
+}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -122,11 +130,26 @@ def test_the_digest_is_of_what_is_trained_on(model: Path, tmp_path: Path) -> Non
         ({"prompt": "a", "response": 7}, "field 'response': a int"),
         ({"prompt": "a", "response": [{"role": "user", "content": "b"}]}, "one message of the assistant"),
         ({"prompt": 7, "response": "b"}, "field 'prompt'"),
+        ({"prompt": [ASKED, CALLED], "response": "b"}, "line 1, field 'prompt': a message has tool_calls"),
+        ({"prompt": "a", "response": [CALLED]}, "line 1, field 'response': a message has tool_calls"),
+        (
+            {"prompt": "a", "response": [{"role": "assistant", "content": "b", "reasoning_content": "c"}]},
+            "line 1, field 'response': a message has reasoning_content",
+        ),
+        ({"prompt": "a", "response": "b", "tools": TOOLS}, "line 1, field 'tools': tools are not shown beside"),
+        ({"prompt": "a", "response": "b", "tools": json.dumps(TOOLS)}, "line 1, field 'tools': tools are not shown"),
     ],
 )
 def test_a_row_that_is_no_example_is_named(tmp_path: Path, row: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load(tmp_path, row)
+
+
+@pytest.mark.parametrize("none", [None, [], "[]"])
+def test_fields_of_conversations_that_hold_nothing_pass(tmp_path: Path, none: object) -> None:
+    answer: dict[str, object] = {"role": "assistant", "content": "b", "tool_calls": [], "reasoning_content": None}
+    (found,) = load(tmp_path, {"prompt": [ASKED], "response": [answer], "tools": none})
+    assert (found.response, found.tools) == ("b", ())
 
 
 def test_a_missing_or_empty_file_names_its_setting(tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ def find(place: str) -> Committed:
     try:
         return read_committed(storage)
     except CheckpointMissingError:
-        config = Path(place) / "config.yaml"
-        url = run_section_of(config).checkpoints if config.is_file() else place
+        is_run = (Path(place) / "config.yaml").is_file()
+        url = run_section_of(Path(place)).checkpoints if is_run else place
         latest = RunCheckpoints(open_storage(url), 1).latest()
     if latest is None:
         raise CheckpointMissingError(
