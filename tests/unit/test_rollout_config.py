@@ -218,6 +218,10 @@ def test_no_argument_of_vllm_breaks_a_promise(tmp_path: Path) -> None:
         "data_parallel_size": r"replicas are the data parallelism .* run more of them \(rollout.num_replicas\)",
         "enable_expert_parallel": r".* as if each worker had every expert, .* rollout.tensor_parallel_size",
         "decode_context_parallel_size": r"a replica takes one rank .* rollout.pipeline_parallel_size",
+        "kv_transfer_config": "a connector keeps keys and values past a publish",
+        "kv_offloading_size": "a connector keeps keys and values past a publish",
+        "kv_offloading_backend": "a connector keeps keys and values past a publish",
+        "ec_transfer_config": "a connector keeps keys and values past a publish",
     }.items():
         with pytest.raises(ValidationError, match=f"{name}: {told}"):
             settings(tmp_path, engine={name: 2})
