@@ -32,7 +32,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rolecall.data.mixture import Mixture
-from rolecall.errors import ConfigError, GenerationError, UnavailableError, WorkerLostError
+from rolecall.errors import ConfigError, GenerationError, InvalidInputError, UnavailableError, WorkerLostError
 from rolecall.settings import LoraSection
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.weights.adapter import POLICY
@@ -364,23 +364,26 @@ def _for_adapters(lora: LoraSection) -> dict[str, Any]:
 
 
 def sampling_params(request: SampleRequest, eos_token_ids: Sequence[int]) -> SamplingParams:
-    """Returns how vLLM samples one response."""
+    """Returns how vLLM samples one response. InvalidInputError when it cannot."""
     sampling = request.sampling
     greedy = sampling.temperature == 0
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=None if greedy else request.seed,
-        logprobs=None if greedy else 0,
-        flat_logprobs=True,
-        stop_token_ids=sorted({*eos_token_ids, *sampling.stop_token_ids}),
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    try:
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=None if greedy else request.seed,
+            logprobs=None if greedy else 0,
+            flat_logprobs=True,
+            stop_token_ids=sorted({*eos_token_ids, *sampling.stop_token_ids}),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except (VLLMClientError, ValueError) as error:
+        raise InvalidInputError(f"vLLM takes no request like {request.request_id}: {error}") from error
 
 
 def _sample(output: RequestOutput, request: SampleRequest) -> Sample:
