@@ -44,6 +44,8 @@ class RolloutConfig:
     eos_token_ids: tuple[int, ...]
     """The model's own, from generation_config.json and config.json."""
     max_num_seqs: int
+    step_tokens: int
+    """Most tokens that the engine computes in one step."""
     max_groups: int
     """Most groups claimed at a time."""
     devices: tuple[int, ...]
@@ -88,13 +90,15 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
     devices = _devices(settings, index)
     path = settings.model.path
     check_engine(settings)
+    longest = min(max_model_tokens(path), settings.longest_trajectory)
     return RolloutConfig(
         model_path=path,
         dtype=settings.model.dtype,
         float32_head=settings.model.head_dtype == "float32",
-        max_model_tokens=min(max_model_tokens(path), settings.longest_trajectory),
+        max_model_tokens=longest,
         eos_token_ids=eos_token_ids(path),
         max_num_seqs=section.max_num_seqs,
+        step_tokens=section.step_tokens(longest),
         max_groups=section.max_groups or max(1, section.max_num_seqs // settings.responses_per_group),
         devices=devices,
         cores=() if devices else _cores(settings, index, machine_cores),
