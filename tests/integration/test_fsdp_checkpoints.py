@@ -1,8 +1,10 @@
 """What FsdpEngine writes and reads: checkpoints that go on bit for bit, exports, full disks, what is half written."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -13,6 +15,7 @@ from tests.checkpoint_rig import exported, load, save
 from tests.file_sizes import files_up_to
 from tests.integration.fsdp_oracle import assert_same_weights, make_engine
 from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
+from tests.tiny_models import write_qwen3
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -45,6 +48,25 @@ def test_an_exported_directory_is_a_plain_hugging_face_model(models: dict[str, P
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
         == "<|im_start|>user\nhi<|im_end|>\n"
     )
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_an_export_is_loaded_as_it_was_written_whatever_the_source_says(tmp_path: Path, dtype: str | None) -> None:
+    source = write_qwen3(tmp_path / "source", dtype=torch.bfloat16)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"torch_dtype": "bfloat16", "auto_map": {"AutoModelForCausalLM": "modeling_theirs.Theirs"}}
+    (source / "config.json").write_text(json.dumps(config))
+    engine = make_engine(source, dtype="float16")
+    train_step(engine, make_rows(4), token_budget=64, seed=0)
+    save(engine, tmp_path / "checkpoint")
+    model = exported(tmp_path / "checkpoint", dtype)
+    written = json.loads((model / "config.json").read_text())
+    assert written["dtype"] == (dtype or "float16")
+    assert not written.keys() & {"torch_dtype", "auto_map"}
+    loaded = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    for name, tensor in load_file(model / "model.safetensors").items():
+        assert torch.equal(tensor, loaded[name])
+        assert tensor.dtype == loaded[name].dtype
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle(models: dict[str, Path], tmp_path: Path) -> None:
