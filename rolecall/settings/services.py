@@ -26,6 +26,8 @@ PROBE_ROOM = 512
 """Tokens of an engine's step that are the probe's: more than it has (controller/publish/probe.py)."""
 
 
+CPU_CACHE_BYTES = 2**30
+"""KV cache of a worker on CPUs when rollout.kv_cache_bytes is absent."""
 GPU_STEP_TOKENS = 8192
 """Tokens that an engine on GPUs computes in one step, unless rollout.engine says otherwise."""
 CPU_STEP_TOKENS = 2048
@@ -107,6 +109,11 @@ class RolloutSection(Section):
             return given
         least = GPU_STEP_TOKENS if self.devices else max(CPU_STEP_TOKENS, longest)
         return min(max(least, self.max_num_seqs + PROBE_ROOM), (self.max_num_seqs + 1) * longest)
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """KV cache of each worker; None: vLLM's own share of a GPU."""
+        return self.kv_cache_bytes or (None if self.devices else CPU_CACHE_BYTES)
 
     @property
     def workers_per_replica(self) -> int:

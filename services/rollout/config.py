@@ -26,10 +26,6 @@ from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, RunSettings, WeightsSection
 from rolecall.store.connection import CALL_DEADLINE_S
 
-GIB = 2**30
-CPU_KV_CACHE_BYTES = GIB
-"""KV cache on CPUs when rollout.kv_cache_bytes is absent."""
-
 
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -106,7 +102,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         pipeline_parallel_size=section.pipeline_parallel_size,
         num_workers=section.workers_per_replica,
         keeps_cache=section.pause_mode == "keep_cache" and not settings.run.deterministic,
-        kv_cache_bytes=section.kv_cache_bytes or (None if devices else CPU_KV_CACHE_BYTES),
+        kv_cache_bytes=section.cache_bytes,
         gpu_memory_utilization=_share(settings) if devices else section.gpu_memory_utilization,
         enforce_eager=(not devices) if section.enforce_eager is None else section.enforce_eager,
         sleep_mode=settings.takes_shifts,
