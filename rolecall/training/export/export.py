@@ -51,6 +51,7 @@ def export(
     with TemporaryDirectory() as folder:
         source = Path(folder)
         for name, data in saved.companions().items():
+            (source / name).parent.mkdir(exist_ok=True)
             (source / name).write_bytes(data)
         _describe(source / "config.json", dtype or saved.dtype)
         section = saved.lora
