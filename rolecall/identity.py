@@ -24,7 +24,14 @@ FILE = "identity.json"
 STATE = "identity"
 """Key of the table in a checkpoint's state."""
 _NUM_PARTS, _PART_BYTES = 64, 64 * 2**10
-_MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "*.safetensors")
+_MODEL_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "*.safetensors",
+)
 
 
 @dataclass(frozen=True)

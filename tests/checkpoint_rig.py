@@ -26,8 +26,8 @@ def load(engine: EngineState, path: Path) -> None:
     engine.load(storage, read_index(storage))
 
 
-def exported(path: Path) -> Path:
-    """A model directory made of the checkpoint in `path`."""
+def exported(path: Path, dtype: str | None = None) -> Path:
+    """A model directory made of the checkpoint in `path`, in `dtype` or the run's own."""
     storage, model = open_storage(str(path)), path.with_name(f"{path.name}-model")
     export(
         storage,
@@ -36,5 +36,6 @@ def exported(path: Path) -> Path:
             for name, size in storage.files().items()
         ],
         model,
+        dtype=dtype,
     )
     return model

@@ -81,14 +81,15 @@ def check_capacity(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
 def check_cache(settings: RunSettings) -> None:
     """ConfigError when a rollout's cache could not hold one response, as vLLM says once it has loaded the model."""
     rollout, path = settings.rollout, settings.model.path
-    if rollout.kv_cache_bytes is None or "kv_cache_dtype" in rollout.engine:
+    if rollout.cache_bytes is None or "kv_cache_dtype" in rollout.engine:
         return
     num_tokens = min(max_model_tokens(path), settings.longest_trajectory)
     cached = num_cached_per_token(path, rollout.tensor_parallel_size, rollout.pipeline_parallel_size)
     least = num_tokens * cached * (4 if settings.model.dtype == "float32" else 2)
-    if rollout.kv_cache_bytes < least:
+    if rollout.cache_bytes < least:
+        default = " (its default on CPUs)" if rollout.kv_cache_bytes is None else ""
         raise ConfigError(
-            f"rollout.kv_cache_bytes {rollout.kv_cache_bytes}: keys and values of a prompt and a response, up to "
+            f"rollout.kv_cache_bytes {rollout.cache_bytes}{default}: keys and values of a prompt and a response, up to "
             f"{num_tokens} tokens, take {least} bytes on each worker; raise it, or lower data.max_prompt_tokens or "
             "max_tokens"
         )
@@ -127,7 +128,7 @@ def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
         if section.address is None:
             needs += _ranks(f"reference {name}", section, weights)
     rollout = settings.rollout
-    cache = rollout.kv_cache_bytes or 0
+    cache = rollout.cache_bytes or 0
     for i in range(rollout.num_replicas):
         for rank in range(rollout.workers_per_replica):
             device = rollout.devices[i][rank : rank + 1] if rollout.devices else ()

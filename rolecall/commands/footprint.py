@@ -22,7 +22,6 @@ MOMENT_BYTES_PER_PARAMETER = 8
 """Two float32 moments; muon has one of a matrix."""
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """float32 master weight and two moments."""
-CPU_KV_CACHE_BYTES = 2**30
 CHARS_PER_TOKEN = 4
 """About as many as a token of English or of code has."""
 
@@ -52,7 +51,7 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         parts = section.num_shards if settings.actor.backend == "fsdp" else _num_parts(section)
         yield f"  reference {name} {in_bytes(weights / parts)} per rank x {section.num_ranks}"
     rollout, num_workers = settings.rollout, settings.rollout.workers_per_replica
-    cache = rollout.kv_cache_bytes or (None if rollout.devices else CPU_KV_CACHE_BYTES)
+    cache = rollout.cache_bytes
     kept = (
         in_bytes(cache) if cache else f"vLLM's own: {rollout.gpu_memory_utilization:.0%} of each GPU, weights included"
     )

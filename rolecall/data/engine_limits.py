@@ -7,6 +7,7 @@ from rolecall.data.model_files import (
     check_cpu_adapters,
     check_cpu_attention,
     check_cpu_recurrence,
+    check_split,
     check_stages,
     has_recurrent_layers,
     text_config,
@@ -20,6 +21,7 @@ from rolecall.settings import RunSettings
 def check_engine(settings: RunSettings) -> None:
     """ConfigError when the rollouts' vLLM cannot run the model as the settings ask; reads the model's JSON files."""
     check_engine_arguments(settings.rollout.engine)
+    check_split(settings.model.path, settings.rollout.tensor_parallel_size)
     check_stages(settings.model.path, settings.rollout.pipeline_parallel_size)
     if settings.rollout.devices:
         _check_gpus(settings)

@@ -134,6 +134,18 @@ def check_stages(path: Path, num_stages: int) -> None:
         )
 
 
+def check_split(path: Path, num_workers: int) -> None:
+    """ConfigError when a rollout of the model at `path` cannot split its attention over `num_workers`."""
+    text = _text(_json(path / "config.json"))
+    heads, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    uneven = isinstance(heads, int) and heads % num_workers
+    if uneven or (isinstance(keys, int) and keys % num_workers and num_workers % max(keys, 1)):
+        raise ConfigError(
+            f"rollout.tensor_parallel_size {num_workers}: the model at {path} has num_attention_heads {heads} and "
+            f"num_key_value_heads {keys}; choose a divisor of the first that divides the second or is a multiple of it"
+        )
+
+
 def num_cached_per_token(path: Path, num_tensor: int, num_stages: int) -> int:
     """Numbers that a worker of a rollout keeps of each token, keys and values of the largest stage; 0 where other
     attention may keep fewer than every layer's.

@@ -15,6 +15,8 @@ from rolecall.errors import ConfigError, InvalidInputError
 
 _JSON_FILES = ("tokenizer.json", "tokenizer_config.json")
 _FILES = (*_JSON_FILES, "chat_template.jinja")
+NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
+"""Files of a tokenizer's further chat templates, such as one for tools, which the library takes by their names."""
 
 
 class ChatTokenizer:
@@ -47,10 +49,12 @@ class ChatTokenizer:
             )
         files = [path / name for name in _FILES if (path / name).is_file()]
         digests = [hashlib.sha256(file.read_bytes()).digest() for file in files]
+        for file in sorted(path.glob(NAMED_TEMPLATES)):
+            digests += [hashlib.sha256(part).digest() for part in (file.name.encode(), file.read_bytes())]
         if template_kwargs:
             digests.append(hashlib.sha256(json.dumps(template_kwargs, sort_keys=True).encode()).digest())
         self.digest = hashlib.sha256(b"".join(digests)).hexdigest()
-        """Hex digest of the tokenizer, its template, and what that is given besides conversations."""
+        """Hex digest of the tokenizer, its templates, and what that is given besides conversations."""
         self._template_kwargs = template_kwargs
 
     def render(

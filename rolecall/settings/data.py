@@ -2,13 +2,12 @@
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, JsonValue, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, JsonValue, PositiveInt
 
 from rolecall.settings.section import (
     CheckpointUrl,
     ConfigPath,
     DataFiles,
-    NonNegativeFloat,
     NonNegativeInt,
     Section,
     UnitFloat,
@@ -16,6 +15,23 @@ from rolecall.settings.section import (
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 """Types that models compute in."""
+
+TEMPERATURES = (0.01, 2.0)
+"""The least and the greatest that vLLM samples at: below it takes the least without a word, so that the trainers would
+divide by another; above it refuses.
+"""
+
+
+def is_sampled_at(temperature: float) -> bool:
+    """Whether vLLM samples at `temperature`, which may have come as a float32."""
+    least, most = TEMPERATURES
+    return least * (1 - 1e-6) <= temperature <= most
+
+
+def _greedy_or_sampled(temperature: float) -> float:
+    if temperature != 0 and not is_sampled_at(temperature):
+        raise ValueError(f"must be 0 (greedy) or {TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}")
+    return temperature
 
 
 class JobSection(Section):
@@ -111,8 +127,8 @@ class SamplingSection(Section):
 
     num_responses: PositiveInt = 8
     """G, responses per prompt."""
-    temperature: PositiveFloat = 1.0
-    """Logits are divided by it; also when logprobs are recomputed."""
+    temperature: Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])] = 1.0
+    """Logits are divided by it, 0.01 to 2; also when logprobs are recomputed."""
     max_tokens: PositiveInt = 1024
     """Longest response, stop token included."""
     stop_token_ids: tuple[int, ...] = ()
@@ -128,8 +144,8 @@ class EvaluationSet(Section):
     """n, responses per prompt: reward and accuracy are means over all, pass@k and maj@k are reported for the powers of
     two up to n and for n.
     """
-    temperature: NonNegativeFloat = 0.0
-    """0 is greedy."""
+    temperature: Annotated[float, AfterValidator(_greedy_or_sampled)] = 0.0
+    """0 is greedy; else 0.01 to 2."""
     top_p: UnitFloat = 1.0
     """Nucleus mass."""
     top_k: NonNegativeInt = 0

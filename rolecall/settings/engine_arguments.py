@@ -55,6 +55,13 @@ _BECAUSE = {
         "worker_extension_cls",
         "model_class_overrides",
     ),
+    "a connector keeps keys and values past a publish and knows no versions, so that new weights would go on from what "
+    "the old ones computed": (
+        "kv_transfer_config",
+        "kv_offloading_size",
+        "kv_offloading_backend",
+        "ec_transfer_config",
+    ),
     "a draft would keep the weights that it began with": (
         "speculative_config",
         "spec_method",

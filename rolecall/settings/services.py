@@ -26,6 +26,14 @@ PROBE_ROOM = 512
 """Tokens of an engine's step that are the probe's: more than it has (controller/publish/probe.py)."""
 
 
+CPU_CACHE_BYTES = 2**30
+"""KV cache of a worker on CPUs when rollout.kv_cache_bytes is absent."""
+GPU_STEP_TOKENS = 8192
+"""Tokens that an engine on GPUs computes in one step, unless rollout.engine says otherwise."""
+CPU_STEP_TOKENS = 2048
+"""Tokens that an engine on CPUs computes in one step at the least."""
+
+
 class RolloutSection(Section):
     """vLLM replicas. They announce themselves to the controller, so there is no fixed address."""
 
@@ -90,6 +98,22 @@ class RolloutSection(Section):
                     "max_num_seqs"
                 )
         return self
+
+    def step_tokens(self, longest: int) -> int:
+        """Most tokens that the engine computes in one step, where a prompt and its response have `longest`: room for
+        the probe beside all responses, and on CPUs, where no prompt is cut, for the longest one; no more than all of
+        them whole.
+        """
+        given = self.engine.get("max_num_batched_tokens")
+        if isinstance(given, int):
+            return given
+        least = GPU_STEP_TOKENS if self.devices else max(CPU_STEP_TOKENS, longest)
+        return min(max(least, self.max_num_seqs + PROBE_ROOM), (self.max_num_seqs + 1) * longest)
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """KV cache of each worker; None: vLLM's own share of a GPU."""
+        return self.kv_cache_bytes or (None if self.devices else CPU_CACHE_BYTES)
 
     @property
     def workers_per_replica(self) -> int:

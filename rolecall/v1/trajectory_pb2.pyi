@@ -121,7 +121,7 @@ class SamplingParams(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """Logits are divided by this before sampling; > 0 samples, 0 is greedy (evaluation only)."""
+    """Logits are divided by this before sampling: 0.01 to 2; 0 is greedy (evaluation only)."""
     top_p: _builtins.float
     """Nucleus mass in (0, 1]."""
     max_tokens: _builtins.int

@@ -26,10 +26,6 @@ from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, RunSettings, WeightsSection
 from rolecall.store.connection import CALL_DEADLINE_S
 
-GIB = 2**30
-CPU_KV_CACHE_BYTES = GIB
-"""KV cache on CPUs when rollout.kv_cache_bytes is absent."""
-
 
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -44,6 +40,8 @@ class RolloutConfig:
     eos_token_ids: tuple[int, ...]
     """The model's own, from generation_config.json and config.json."""
     max_num_seqs: int
+    step_tokens: int
+    """Most tokens that the engine computes in one step."""
     max_groups: int
     """Most groups claimed at a time."""
     devices: tuple[int, ...]
@@ -88,13 +86,15 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
     devices = _devices(settings, index)
     path = settings.model.path
     check_engine(settings)
+    longest = min(max_model_tokens(path), settings.longest_trajectory)
     return RolloutConfig(
         model_path=path,
         dtype=settings.model.dtype,
         float32_head=settings.model.head_dtype == "float32",
-        max_model_tokens=min(max_model_tokens(path), settings.longest_trajectory),
+        max_model_tokens=longest,
         eos_token_ids=eos_token_ids(path),
         max_num_seqs=section.max_num_seqs,
+        step_tokens=section.step_tokens(longest),
         max_groups=section.max_groups or max(1, section.max_num_seqs // settings.responses_per_group),
         devices=devices,
         cores=() if devices else _cores(settings, index, machine_cores),
@@ -102,7 +102,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         pipeline_parallel_size=section.pipeline_parallel_size,
         num_workers=section.workers_per_replica,
         keeps_cache=section.pause_mode == "keep_cache" and not settings.run.deterministic,
-        kv_cache_bytes=section.kv_cache_bytes or (None if devices else CPU_KV_CACHE_BYTES),
+        kv_cache_bytes=section.cache_bytes,
         gpu_memory_utilization=_share(settings) if devices else section.gpu_memory_utilization,
         enforce_eager=(not devices) if section.enforce_eager is None else section.enforce_eager,
         sleep_mode=settings.takes_shifts,

@@ -20,19 +20,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.config import WeightTransferConfig
+from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import ModelRegistry
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rolecall.data.mixture import Mixture
-from rolecall.errors import ConfigError, GenerationError, UnavailableError, WorkerLostError
+from rolecall.errors import ConfigError, GenerationError, InvalidInputError, UnavailableError, WorkerLostError
 from rolecall.settings import LoraSection
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.weights.adapter import POLICY
@@ -75,7 +77,13 @@ class VllmEngine:
         """Starts the engine's processes; takes tens of seconds. Call it inside the event loop that will use it."""
         if config.in_one_process and not config.devices:
             _know_the_model(config.model_path)
-        self._llm = AsyncLLM.from_engine_args(engine_args(config), stat_loggers=[UseLog])
+        arguments = engine_args(config)
+        self._llm = AsyncLLM.from_vllm_config(
+            engine_config(arguments),
+            stat_loggers=[UseLog],
+            enable_log_requests=arguments.enable_log_requests,
+            disable_log_stats=arguments.disable_log_stats,
+        )
         self._use_log: UseLog = self._llm.logger_manager.stat_loggers[0]
         if config.float32_head and self._llm.model_config.head_dtype != torch.float32:
             raise ConfigError(
@@ -303,6 +311,23 @@ class VllmEngine:
             raise WorkerLostError(ENGINE_DIED) from error
 
 
+def engine_config(arguments: AsyncEngineArgs) -> VllmConfig:
+    """Returns the configuration that vLLM makes of its arguments, before anything is started. ConfigError, in one line,
+    when it refuses them: it would again at each restart.
+    """
+    try:
+        return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    except ValidationError as error:
+        said = "; ".join(part["msg"] for part in error.errors())
+        raise ConfigError(_refusal(said)) from error
+    except ValueError as error:
+        raise ConfigError(_refusal(str(error))) from error
+
+
+def _refusal(said: str) -> str:
+    return f"vLLM refuses what rollout and rollout.engine ask of it: {' '.join(said.split())}"
+
+
 def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
     """Returns the arguments that vLLM is started with."""
     arguments = AsyncEngineArgs(
@@ -314,6 +339,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         hf_overrides={"head_dtype": "float32"} if config.float32_head else {},
         max_model_len=config.max_model_tokens,
         max_num_seqs=config.max_num_seqs + config.keeps_cache,  # the probe's place
+        max_num_batched_tokens=config.step_tokens,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
         distributed_executor_backend="uni" if config.in_one_process else "mp",
@@ -364,23 +390,26 @@ def _for_adapters(lora: LoraSection) -> dict[str, Any]:
 
 
 def sampling_params(request: SampleRequest, eos_token_ids: Sequence[int]) -> SamplingParams:
-    """Returns how vLLM samples one response."""
+    """Returns how vLLM samples one response. InvalidInputError when it cannot."""
     sampling = request.sampling
     greedy = sampling.temperature == 0
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=None if greedy else request.seed,
-        logprobs=None if greedy else 0,
-        flat_logprobs=True,
-        stop_token_ids=sorted({*eos_token_ids, *sampling.stop_token_ids}),
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    try:
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=None if greedy else request.seed,
+            logprobs=None if greedy else 0,
+            flat_logprobs=True,
+            stop_token_ids=sorted({*eos_token_ids, *sampling.stop_token_ids}),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except (VLLMClientError, ValueError) as error:
+        raise InvalidInputError(f"vLLM takes no request like {request.request_id}: {error}") from error
 
 
 def _sample(output: RequestOutput, request: SampleRequest) -> Sample:

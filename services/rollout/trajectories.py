@@ -10,6 +10,7 @@ import numpy as np
 from rolecall.columns import ROUTED_EXPERTS
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import InvalidInputError
+from rolecall.settings.data import TEMPERATURES, is_sampled_at
 from rolecall.trajectory import seed_of
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array, decode_array
@@ -31,8 +32,11 @@ def check_sampling(sampling: trajectory_pb2.SamplingParams, num_responses: int) 
     """InvalidInputError names the field that is out of range."""
     if not 1 <= num_responses <= MAX_RESPONSES:
         raise InvalidInputError(f"num_responses is {num_responses}; it must be 1 to {MAX_RESPONSES}")
-    if not sampling.temperature >= 0:
-        raise InvalidInputError(f"sampling.temperature is {sampling.temperature}; it must be 0 (greedy) or more")
+    if sampling.temperature != 0 and not is_sampled_at(sampling.temperature):
+        least, most = TEMPERATURES
+        raise InvalidInputError(
+            f"sampling.temperature is {sampling.temperature}; it must be 0 (greedy) or {least:g} to {most:g}"
+        )
     if not 0 < sampling.top_p <= 1:
         raise InvalidInputError(f"sampling.top_p is {sampling.top_p}; it must be in (0, 1]")
     if sampling.top_k < 0:

@@ -28,6 +28,7 @@ from rolecall.errors import (
     WeightsMismatchError,
     WrongVersionError,
 )
+from rolecall.settings.data import TEMPERATURES
 from rolecall.v1 import rollout_pb2, trajectory_pb2, weights_pb2
 from rolecall.wire import decode_tensor
 from services.rollout.sampling import PauseMode
@@ -108,11 +109,16 @@ async def test_bad_requests_name_the_field(rollout: ReplicaUnderTest) -> None:
     await rollout.publish(1)
     with pytest.raises(PromptTooLongError):
         await rollout.generate(prompt=trajectory_pb2.Prompt(token_ids=np.full(64, 5, "<i4").tobytes()))
-    for change, field in [("temperature", -1.0), ("top_p", 1.5), ("top_k", -1), ("min_p", 1.5), ("max_tokens", 0)]:
+    odd_temperatures = [("temperature", value) for value in (-1.0, 0.005, 2.5, float("nan"))]
+    for change, field in [*odd_temperatures, ("top_p", 1.5), ("top_k", -1), ("min_p", 1.5), ("max_tokens", 0)]:
         request = generate_request()
         setattr(request.sampling, change, field)
         with pytest.raises(InvalidInputError, match=change):
             [response async for response in rollout.stub.Generate(request)]
+    for limit in TEMPERATURES:
+        request = generate_request()
+        request.sampling.temperature = limit  # float32 on the wire, so 0.01 is a little less
+        assert [response async for response in rollout.stub.Generate(request)]
     request = generate_request()
     request.num_responses = 0
     with pytest.raises(InvalidInputError, match="num_responses"):

@@ -1,18 +1,23 @@
 """What FsdpEngine writes and reads: checkpoints that go on bit for bit, exports, full disks, what is half written."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, DiskFullError
+from rolecall.identity import _of_model
 from rolecall.training.model.huggingface import write_model
 from rolecall.training.serving.hooks import nothing
 from tests.checkpoint_rig import exported, load, save
 from tests.file_sizes import files_up_to
 from tests.integration.fsdp_oracle import assert_same_weights, make_engine
 from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
+from tests.tiny_models import write_qwen3
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -45,6 +50,42 @@ def test_an_exported_directory_is_a_plain_hugging_face_model(models: dict[str, P
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
         == "<|im_start|>user\nhi<|im_end|>\n"
     )
+
+
+def test_an_export_has_every_chat_template_of_its_tokenizer(tmp_path: Path) -> None:
+    source = write_qwen3(tmp_path / "source")
+    digest, model_digest = ChatTokenizer(source).digest, _of_model(source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "TOOLS " + tokenizer.chat_template}
+    tokenizer.save_pretrained(source)
+    save(make_engine(source), tmp_path / "checkpoint")
+    model = exported(tmp_path / "checkpoint")
+    assert AutoTokenizer.from_pretrained(model).chat_template == tokenizer.chat_template
+    assert ChatTokenizer(model).digest == ChatTokenizer(source).digest != digest
+    before = ChatTokenizer(source).digest, _of_model(source)
+    assert before[1] != model_digest
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("another")
+    assert ChatTokenizer(source).digest != before[0]
+    assert _of_model(source) != before[1]
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_an_export_is_loaded_as_it_was_written_whatever_the_source_says(tmp_path: Path, dtype: str | None) -> None:
+    source = write_qwen3(tmp_path / "source", dtype=torch.bfloat16)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"torch_dtype": "bfloat16", "auto_map": {"AutoModelForCausalLM": "modeling_theirs.Theirs"}}
+    (source / "config.json").write_text(json.dumps(config))
+    engine = make_engine(source, dtype="float16")
+    train_step(engine, make_rows(4), token_budget=64, seed=0)
+    save(engine, tmp_path / "checkpoint")
+    model = exported(tmp_path / "checkpoint", dtype)
+    written = json.loads((model / "config.json").read_text())
+    assert written["dtype"] == (dtype or "float16")
+    assert not written.keys() & {"torch_dtype", "auto_map"}
+    loaded = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    for name, tensor in load_file(model / "model.safetensors").items():
+        assert torch.equal(tensor, loaded[name])
+        assert tensor.dtype == loaded[name].dtype
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle(models: dict[str, Path], tmp_path: Path) -> None:

@@ -204,6 +204,14 @@ def test_a_cache_that_holds_no_response_is_refused_where_it_is_sure(
     assert any(told in problem for problem in found) == (least is not None), found
 
 
+def test_the_default_cache_on_cpus_holds_a_response_or_is_refused(config: Path) -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 5000, "model_type": "qwen3"}
+    edit("config.json", **sizes)(config.parent / "model")
+    found = problems(config, "rollout.num_replicas=1", "model.dtype=bfloat16")
+    told = f"rollout.kv_cache_bytes {2**30} (its default on CPUs): keys and values of a prompt and a response"
+    assert any(told in problem for problem in found), found
+
+
 def test_blocks_that_vllm_refuses_on_cpus_are_named_before_it_loads_the_model(config: Path) -> None:
     for size in (7, 16, 48, 0):
         (told,) = problems(config, "rollout.num_replicas=1", f"rollout.engine={{block_size: {size}}}")

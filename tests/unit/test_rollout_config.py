@@ -218,6 +218,10 @@ def test_no_argument_of_vllm_breaks_a_promise(tmp_path: Path) -> None:
         "data_parallel_size": r"replicas are the data parallelism .* run more of them \(rollout.num_replicas\)",
         "enable_expert_parallel": r".* as if each worker had every expert, .* rollout.tensor_parallel_size",
         "decode_context_parallel_size": r"a replica takes one rank .* rollout.pipeline_parallel_size",
+        "kv_transfer_config": "a connector keeps keys and values past a publish",
+        "kv_offloading_size": "a connector keeps keys and values past a publish",
+        "kv_offloading_backend": "a connector keeps keys and values past a publish",
+        "ec_transfer_config": "a connector keeps keys and values past a publish",
     }.items():
         with pytest.raises(ValidationError, match=f"{name}: {told}"):
             settings(tmp_path, engine={name: 2})
@@ -245,6 +249,32 @@ def test_responses_that_are_kept_with_their_cache_leave_room_for_the_probe(tmp_p
         assert settings(tmp_path, max_num_seqs=64, engine={name: 575}).rollout.engine
 
 
+def test_a_step_has_room_for_all_responses_and_the_probe(tmp_path: Path) -> None:
+    def step_tokens(longest: int = 128, **rollout: Any) -> int:
+        run = settings(tmp_path, model={"max_position_embeddings": longest, "eos_token_id": 7}, **rollout)
+        run = with_sections(run, {"data": {"max_prompt_tokens": longest}})
+        return configure(run, "rollout-0", range(2)).step_tokens
+
+    assert (step_tokens(), step_tokens(longest=4000)) == (2048, 4000), "on CPUs no prompt is cut"
+    assert (step_tokens(devices=[[0]]), step_tokens(longest=10000, devices=[[0]])) == (8192, 8192)
+    assert step_tokens(max_num_seqs=5000) == 5000 + PROBE_ROOM
+    assert step_tokens(max_num_seqs=10000, devices=[[0]]) == 10000 + PROBE_ROOM
+    assert step_tokens(max_num_seqs=1, devices=[[0]]) == 2 * 128, "the response and the probe, whole"
+    assert step_tokens(engine={"max_num_batched_tokens": 3000}) == 3000
+
+
+def test_attention_is_split_evenly_or_the_setting_is_named(tmp_path: Path) -> None:
+    def configured(num_workers: int) -> None:
+        model = {**TWO_LAYERS, "num_attention_heads": 12, "num_key_value_heads": 6}
+        configure(settings(tmp_path, model=model, tensor_parallel_size=num_workers), "rollout-0", range(16))
+
+    for num_workers in (1, 2, 3, 6, 12):
+        configured(num_workers)
+    for num_workers in (4, 5, 24):
+        with pytest.raises(ConfigError, match=rf"rollout.tensor_parallel_size {num_workers}: .* divisor"):
+            configured(num_workers)
+
+
 def test_whatever_a_replica_sets_itself_is_refused() -> None:
     """What engine_args gives vLLM could be overwritten otherwise."""
     assert ENGINE is not None
@@ -256,4 +286,8 @@ def test_whatever_a_replica_sets_itself_is_refused() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "AsyncEngineArgs"
     ]
     given = {keyword.arg for keyword in made.keywords}
-    assert given - REFUSED.keys() == {"enable_prefix_caching", "disable_log_stats"}, "costs speed, or talks, at most"
+    assert given - REFUSED.keys() == {
+        "enable_prefix_caching",
+        "max_num_batched_tokens",
+        "disable_log_stats",
+    }, "costs speed, or talks, at most"

@@ -62,6 +62,22 @@ def test_a_value_of_another_kind_is_refused_by_name(tmp_path: Path, override: st
     assert told in refused.value.message
 
 
+@pytest.mark.parametrize("temperature", ["0.005", "2.5", ".nan", "-1"])
+def test_a_temperature_is_one_that_vllm_samples_at(tmp_path: Path, temperature: str) -> None:
+    def run(setting: str, value: str) -> RunSettings:
+        return load_settings(write_light_config(tmp_path), [setting.format(value)])
+
+    held = "evaluation.sets={{held: {{path: held.jsonl, temperature: {}}}}}"
+    for setting in ("sampling.temperature={}", held):
+        with pytest.raises(ConfigError, match="temperature"):
+            run(setting, temperature)
+        assert run(setting, "0.01"), "the limits are allowed"
+        assert run(setting, "2")
+    with pytest.raises(ConfigError, match=r"sampling.temperature: .* greater than or equal to 0.01"):
+        run("sampling.temperature={}", "0")
+    assert run(held, "0").evaluation.sets["held"].temperature == 0
+
+
 @pytest.mark.parametrize(
     ("written", "name"), [("'7'", "7"), ("'0012'", "0012"), ('"1.10"', "1.10"), ("2026-11-26", "2026-11-26")]
 )

@@ -7,6 +7,7 @@ Adapters are merged into the base's weights, which are read from the run's model
 peft's own format, under `adapter/`.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,7 +51,9 @@ def export(
     with TemporaryDirectory() as folder:
         source = Path(folder)
         for name, data in saved.companions().items():
+            (source / name).parent.mkdir(exist_ok=True)
             (source / name).write_bytes(data)
+        _describe(source / "config.json", dtype or saved.dtype)
         section = saved.lora
         if section is None:
             conversion = Conversion(build_model(source, saved.head, torch.float32).hf)
@@ -66,6 +69,19 @@ def export(
         num_bytes = write_model(path, source, _merged(saved, base_files, section, wanted), progressed=progressed)
         adapter = ((lora.peft_name(name), saved.tensor(name)) for name in saved)
         return num_bytes + lora.write_adapter(path / "adapter", directory, adapter, section, progressed)
+
+
+def _describe(config: Path, dtype: str) -> None:
+    """Has the configuration say what is exported: weights in `dtype`, which loaders would round to the source's, of a
+    class of transformers, without the source's own code.
+    """
+    tree = json.loads(config.read_text())
+    tree.pop("auto_map", None)
+    for part in (tree, tree.get("text_config")):
+        if part is not None:
+            part.pop("torch_dtype", None)
+            part["dtype"] = dtype
+    config.write_text(json.dumps(tree, indent=2) + "\n")
 
 
 def _whole(saved: SavedModel, conversion: Conversion, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from rolecall.data.tokenizer import NAMED_TEMPLATES
 from rolecall.disk import writing
 from rolecall.errors import ConfigError
 from rolecall.training.model.files import GrowingFile, write_text
@@ -84,8 +85,9 @@ def write_model(
     """
     with writing("export the model to", path):
         path.mkdir(parents=True, exist_ok=True)
-        for file in companions(source):
-            shutil.copyfile(file, path / file.name)
+        for name, file in companions(source).items():
+            (path / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, path / name)
         return _write_parts(path, weights, file_bytes, progressed)
 
 
@@ -129,10 +131,13 @@ def _name_files(path: Path, names: list[list[str]], total_bytes: int) -> None:
     )
 
 
-def companions(source: Path) -> list[Path]:
-    """Configuration, tokenizer and chat template of a model directory: every small file but weights."""
-    return [
+def companions(source: Path) -> dict[str, Path]:
+    """Configuration, tokenizer and chat templates of a model directory, by name within it: every small file but
+    weights.
+    """
+    files = [
         file
         for file in sorted(source.iterdir())
         if file.is_file() and file.suffix in {".json", ".jinja", ".txt", ".model"} and file.name != INDEX
     ]
+    return {file.relative_to(source).as_posix(): file for file in [*files, *sorted(source.glob(NAMED_TEMPLATES))]}

@@ -39,13 +39,18 @@ numbers.
 
 
 def without_dropout(config: PretrainedConfig) -> None:
-    """Sets every dropout of `config` to 0: a policy whose logprobs are drawn anew in each pass cannot be told from one
-    that has changed.
+    """Sets every dropout of `config` to 0, and a router's jitter: a policy whose logprobs are drawn anew in each pass
+    cannot be told from one that has changed. ConfigError where no setting ends that.
     """
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+    if config.model_type == "phimoe":
+        raise ConfigError("a phimoe model draws its experts at random while it trains; use another model")
+    within = [part for part in vars(config).values() if isinstance(part, PretrainedConfig)]
+    for part in {id(part): part for part in (config, config.get_text_config(), *within)}.values():
         for name, value in part.to_dict().items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith(("_pdrop", "_drop"))):
+            if isinstance(value, float) and ("dropout" in name or name.endswith(("_pdrop", "_drop", "_jitter_noise"))):
                 setattr(part, name, 0.0)
+            elif name == "moe_jitter_eps":
+                setattr(part, name, None)
 
 
 def check_head(hf: PreTrainedModel) -> None:

@@ -151,7 +151,7 @@ class Snapshot:
         if not group.is_leader:
             return ()
         files = {
-            **{f"{MODEL}/{path.name}": _copy_of(path) for path in companions(self._source)},
+            **{f"{MODEL}/{name}": _copy_of(path) for name, path in companions(self._source).items()},
             **{name: _text(data) for name, data in more.items()},
         }
         files[INDEX] = _text(json.dumps(self._index, indent=1).encode())

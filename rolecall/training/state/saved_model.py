@@ -62,4 +62,4 @@ class ShardedModel:
     def companions(self) -> Mapping[str, bytes | bytearray]:
         """Reads the small files of the model directory, by name."""
         names = [file.name for file in self._files if file.name.startswith(f"{MODEL}/")]
-        return {Path(name).name: self._storage.read(name) for name in names}
+        return {name.removeprefix(f"{MODEL}/"): self._storage.read(name) for name in names}

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolecall.errors import ConfigError
 from rolecall.training.model.packed_model import PackedModel, build_model
+from rolecall.training.model.supported import without_dropout
 
 TINY = {
     "num_hidden_layers": 1,
@@ -52,6 +53,7 @@ def test_plain_causal_models_are_taken(tmp_path: Path, kind: str) -> None:
         ("opt", "OPTAttention is not told how sequences are packed"),
         ("t5", "is an encoder-decoder model"),
         ("vit", "a vit model .* cannot be trained packed"),
+        ("phimoe", "a phimoe model draws its experts at random while it trains"),
     ],
 )
 def test_models_whose_numbers_would_be_wrong_are_refused_with_the_reason(tmp_path: Path, kind: str, told: str) -> None:
@@ -88,3 +90,14 @@ def test_a_model_is_built_without_its_dropout(tmp_path: Path) -> None:
     model = built(tmp_path, "gpt2", resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3)
     assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.0}
     assert built(tmp_path, "qwen3", attention_dropout=0.1).hf.config.attention_dropout == 0.0
+
+
+def test_a_router_is_built_without_its_jitter(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("mixtral", **TINY, num_local_experts=4, router_jitter_noise=0.1)
+    without_dropout(config)
+    model = AutoModelForCausalLM.from_config(config).train()
+    hidden = torch.randn(1, 3, TINY["hidden_size"])
+    assert torch.equal(model.model.layers[0].mlp(hidden.clone()), model.model.layers[0].mlp(hidden.clone()))
+    parted = AutoConfig.for_model("dbrx", ffn_config={"moe_jitter_eps": 0.1})
+    without_dropout(parted)
+    assert parted.ffn_config.moe_jitter_eps is None
