@@ -112,6 +112,7 @@ class Loop:
             self._end,
             self._look,
             self._waits_for_room,
+            lambda: self._prompts.cursor,
         )
         self._reports = Reports(parts)
         self._evaluations = Evaluations(parts)
