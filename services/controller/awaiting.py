@@ -116,7 +116,8 @@ class NextBatches:
         """
         if self.end.error is not None or not self.board.stop_requested:
             return self.end.error is not None
-        scorer_gone = any(self.fleet.is_lost(name) for name in ("reward", *self.settings.references))
+        is_lost = any(self.fleet.is_lost(name) for name in ("reward", *self.settings.references))
+        scorer_gone = is_lost or bool(self.reward.trouble)
         too_few = self.assembly.num_live < self.settings.algorithm.groups_per_batch
         return scorer_gone or too_few or not self.fleet.rollouts()
 

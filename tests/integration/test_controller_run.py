@@ -551,6 +551,27 @@ async def test_people_pause_resume_checkpoint_and_stop_a_run(light_run: LightRun
     assert balance(run)[1] == 4 * stopped.step
 
 
+async def test_a_stop_ends_a_run_whose_scorer_is_away_with_a_checkpoint(light_run: LightRun) -> None:
+    is_away = False
+
+    def score(item: Item) -> float:
+        if is_away:
+            raise ScorerUnavailableError("people mend it")
+        return parity(item)
+
+    sections: dict[str, Any] = {"run": {"num_steps": 1000, "checkpoint_every_steps": 1000}}
+    async with light_run(score=score, reward={"max_attempts": 1}, **sections) as run:
+        async with run.controller() as life, run.rollout("rollout-0", token_s=0.005):
+            await life.reaches(1)
+            is_away = True
+            await life.shows(lambda status: status.trouble)
+            await life.stub.StopRun(pb.StopRunRequest(checkpoint=True))
+            await life.ends()
+            stopped = await life.status()
+        assert stopped.state == pb.RUN_STATE_DONE
+        assert run.newest().step == stopped.step
+
+
 async def test_a_paused_run_waits_for_its_scorer_without_end(
     light_run: LightRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
