@@ -175,7 +175,7 @@ class NoTrackers:
 class NoEvaluation:
     """Has no sets."""
 
-    async def run(self, step: int, policy_version: int) -> tuple[Metrics, list[Any]]:
+    async def run(self, step: int, version: Callable[[], int]) -> tuple[Metrics, list[Any]]:
         return Metrics(), []
 
 

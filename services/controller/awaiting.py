@@ -17,6 +17,7 @@ from services.controller.board import RunBoard
 from services.controller.fleet.members import Fleet
 from services.controller.groups.assembly import Assembly, ScoredGroup
 from services.controller.groups.failures import RunEnd, StallClock
+from services.controller.groups.prompts import Cursor
 from services.controller.recovered import Recovered
 
 
@@ -44,6 +45,8 @@ class NextBatches:
     """Awaited at every look while the groups are not ready."""
     waits_for_room: Callable[[], bool]
     """Whether nothing can move before a checkpoint has freed rows: it is being written, or tried again and again."""
+    cursor: Callable[[], Cursor]
+    """The place in the sequence of prompts, which moves while admission passes over those that are too long."""
 
     async def next(self, step: int) -> NextBatch | None:
         """The batch of `step`: the one sealed by an earlier loop, or the groups that admission.py chooses. None when
@@ -87,10 +90,11 @@ class NextBatches:
             ending.cancel()
 
     def _what_moves(self) -> object:
-        """The numbers that change while a batch is on its way: groups end, or rollouts sample; the longest responses
-        take longer than controller.stall_timeout_s.
+        """The numbers that change while a batch is on its way: groups end, rollouts sample, or prompts are rendered;
+        the longest responses take longer than controller.stall_timeout_s, and so do the prompts that do not fit.
         """
-        return self.assembly.num_changes, [(rollout.consumer, rollout.progress) for rollout in self.fleet.rollouts()]
+        progress = [(rollout.consumer, rollout.progress) for rollout in self.fleet.rollouts()]
+        return self.assembly.num_changes, progress, self.cursor()
 
     def _scorer_away(self, trouble: str) -> BudgetSpentError:
         return BudgetSpentError(
@@ -112,7 +116,8 @@ class NextBatches:
         """
         if self.end.error is not None or not self.board.stop_requested:
             return self.end.error is not None
-        scorer_gone = any(self.fleet.is_lost(name) for name in ("reward", *self.settings.references))
+        is_lost = any(self.fleet.is_lost(name) for name in ("reward", *self.settings.references))
+        scorer_gone = is_lost or bool(self.reward.trouble)
         too_few = self.assembly.num_live < self.settings.algorithm.groups_per_batch
         return scorer_gone or too_few or not self.fleet.rollouts()
 

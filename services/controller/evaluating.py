@@ -2,47 +2,69 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from rolecall.telemetry import export
+from services.controller.groups.failures import RunEnd
 from services.controller.parts import Parts
 
 logger = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+"""Time between two looks at what ends an evaluation that is waited for."""
 
 
 class Evaluations:
     """The evaluations of one life of the loop, one at a time, each over before other weights are published.
 
     With evaluation.beside one goes on while the next step is sampled and trained: all rollouts hold its weights until
-    the next publish. Without, the steps wait for it.
+    the next publish. Without, the steps wait for it. One that is left out is made by the next life of the loop, if that
+    begins at its step.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, end: RunEnd, version: Callable[[], int]) -> None:
+        """`version` gives the one that the weights of the newest step stand under."""
         self._parts = parts
+        self._end = end
+        self._version = version
         self._under_way: asyncio.Task[None] | None = None
 
-    async def after(self, step: int, policy_version: int) -> None:
-        """Evaluates weights `policy_version` after `step` steps, if that is due and was not done: also when the loop
-        that applied the last of them did not get to it.
+    async def after(self, step: int, bring: Callable[[], Awaitable[None]]) -> None:
+        """Evaluates the weights after `step` steps, if that is due and was not done: also when the loop that applied
+        the last of them did not get to it. `bring` as in `over`.
         """
         section, num_steps = self._parts.settings.evaluation, self._parts.settings.run.num_steps
         due = step in (0, num_steps) or (section.every_steps and step % section.every_steps == 0)
-        if not due or self._parts.board.evaluated_step == step:
+        if not due or self._parts.board.evaluated_step == step or self._is_ending:
             return
-        self._under_way = asyncio.create_task(self._evaluate(step, policy_version), name=f"step {step}")
+        self._under_way = asyncio.create_task(self._evaluate(step), name=f"step {step}")
         if not section.beside:
-            await self.over()
+            await self.over(bring)
 
-    async def over(self) -> None:
-        """Returns when none is under way; raises what ended it."""
+    async def over(self, bring: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Returns when none is under way; raises what ended it. `bring`, awaited at every look, gives its weights to
+        rollouts where nobody has them any more. None: nobody can, and without rollouts that have them it is left out,
+        as it is once the run is to end.
+        """
         if self._under_way is None:
             return
-        board = self._parts.board
-        board.wait_for(f"the evaluation of {self._under_way.get_name()}", "evaluating")
+        board, task = self._parts.board, self._under_way
         try:
-            await self._under_way  # bounded: Evaluation.run ends within its timeout_s
+            while not task.done():
+                board.wait_for(f"the evaluation of {task.get_name()}", "evaluating")
+                if self._is_ending or (bring is None and self._parts.evaluation.lacks_rollouts):
+                    why = "the run is to end" if self._is_ending else "no rollout is left that holds its weights"
+                    logger.warning("the evaluation of %s is left out: %s", task.get_name(), why)
+                    await self.cancel()
+                    break
+                if bring is not None:
+                    await bring()  # bounded: a publish has its own deadlines
+                await asyncio.wait([task], timeout=LOOK_S)
         finally:
             board.states.enter("working")
         self._under_way = None
+        if not task.cancelled():
+            task.result()
 
     async def cancel(self) -> None:
         """Ends the one under way."""
@@ -50,10 +72,14 @@ class Evaluations:
             self._under_way.cancel()
             await asyncio.gather(self._under_way, return_exceptions=True)  # bounded: it was cancelled
 
-    async def _evaluate(self, step: int, policy_version: int) -> None:
+    @property
+    def _is_ending(self) -> bool:
+        return self._parts.board.stop_requested or self._end.error is not None
+
+    async def _evaluate(self, step: int) -> None:
         parts = self._parts
         try:
-            metrics, samples = await parts.evaluation.run(step, policy_version)
+            metrics, samples = await parts.evaluation.run(step, self._version)
         except TimeoutError:
             logger.warning("the evaluation of step %d took longer than its deadline and is left out", step)
             return

@@ -1,14 +1,16 @@
-"""Held-out evaluation: every prompt of a set through Rollout.Generate on one pinned version, then the run's own scorer.
+"""Held-out evaluation: every prompt of a set through Rollout.Generate on the weights of one step, then the run's own
+scorer.
 
-Outside the ledger: nothing here is trained on. A response that no rollout gave, or no scorer could score, is counted as
-missing and is in no mean: a prompt with fewer than k scored responses is in no pass@k and maj@k.
+Outside the ledger: nothing here is trained on. Rollouts and a scorer that are away are waited for, up to the deadline
+of the evaluation. A response that no rollout could give, or no scorer could score, is counted as missing and is in no
+mean: a prompt with fewer than k scored responses is in no pass@k and maj@k.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import stdev
 from typing import Any
@@ -19,13 +21,14 @@ from rolecall.algorithms.pass_and_majority import majority_at_k, pass_at_k, subs
 from rolecall.data.dataset import load_prompts
 from rolecall.errors import RoleCallError, UnavailableError
 from rolecall.scoring.client import RewardClient
-from rolecall.scoring.scores import Score, chunked, score_item
+from rolecall.scoring.scores import Failure, Score, chunked, groups_of, score_item
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.settings.deadlines import TOKENS_PER_S
 from rolecall.telemetry import Metrics
 from rolecall.trajectory import is_truncated, seed_of
-from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.v1 import reward_pb2, rollout_pb2, trajectory_pb2
 from rolecall.wire import Array
+from services.controller.board import RunBoard
 from services.controller.fleet.liveness import Rollout
 from services.controller.fleet.members import Fleet
 from services.controller.groups.prompts import PromptRenderer
@@ -38,7 +41,9 @@ SCORE_CHUNK = 256
 LEAST_S = 600.0
 """Seconds that any evaluation gets."""
 ROUNDS = 3
-"""Most times that the rollouts which hold the version are asked for what nobody has answered."""
+"""Most times that the rollouts which hold the weights are asked for what nobody has answered."""
+PAUSE_S = 2.0
+"""Pause before items are scored again whose scorer was away, and between two looks for a rollout with the weights."""
 
 
 @dataclass(frozen=True)
@@ -77,39 +82,72 @@ class _Response:
         return sum(span.end - span.start for span in self.answer.meta.spans)
 
 
-class Evaluation:
-    """The evaluation of the fleet's current policy on every held-out set."""
+@dataclass(frozen=True)
+class _Patience:
+    """The time that an evaluation has. While people pause the run it stands still: they may have taken roles away."""
 
-    def __init__(self, settings: RunSettings, fleet: Fleet, reward: RewardClient, sets: Sequence[HeldOutSet]) -> None:
+    board: RunBoard
+    timeout_s: float
+    limit: asyncio.Timeout
+
+    async def wait(self, seconds: float) -> None:
+        """Waits before somebody who was away is asked again."""
+        await asyncio.sleep(seconds)
+        if self.board.paused:
+            self.limit.reschedule(asyncio.get_running_loop().time() + self.timeout_s)
+
+
+class Evaluation:
+    """The evaluation of the fleet's current policy on every held-out set, one at a time."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        fleet: Fleet,
+        reward: RewardClient,
+        board: RunBoard,
+        sets: Sequence[HeldOutSet],
+    ) -> None:
         self._settings = settings
         self._fleet = fleet
         self._reward = reward
+        self._board = board
         self._sets = sets
+        self.lacks_rollouts = False
+        """Whether one is under way that waits, since no rollout that lives holds the weights."""
 
     @property
     def timeout_s(self) -> float:
         """Deadline of one evaluation, which the next publish waits for no longer: LEAST_S, and the longest response of
-        every set, as often as a single rollout would go through its prompts, at 2 tokens/s.
+        every set, as often as a single rollout would go through its prompts, at 2 tokens/s, but no less than one call
+        of a rollout may take; then every Score call, one after another, with all its attempts.
         """
-        tokens = (
-            math.ceil(len(held_out.prompts) / self._width(held_out)) * self._max_tokens(held_out)
-            for held_out in self._sets
-        )
-        return LEAST_S + sum(tokens) / TOKENS_PER_S
+        reward, rollout = self._settings.reward, self._settings.rollout
+        num_tokens, num_calls = 0, 0
+        for held_out in self._sets:
+            num_tokens += math.ceil(len(held_out.prompts) / self._width(held_out)) * self._max_tokens(held_out)
+            num_calls += math.ceil(len(held_out.prompts) / max(1, SCORE_CHUNK // held_out.section.num_responses))
+        sampling_s = max(LEAST_S + num_tokens / TOKENS_PER_S, rollout.generation_timeout_s)
+        return sampling_s + num_calls * reward.timeout_s * reward.max_attempts
 
-    async def run(self, step: int, policy_version: int) -> tuple[Metrics, list[dict[str, Any]]]:
-        """Metrics "eval/<set>/..." and samples for people, of weights `policy_version` after `step` steps. TimeoutError
-        after its deadline.
+    async def run(self, step: int, version: Callable[[], int]) -> tuple[Metrics, list[dict[str, Any]]]:
+        """Metrics "eval/<set>/..." and samples for people, of the weights after `step` steps. `version` says under
+        which version they stand at present: another, where they were published again. TimeoutError after its deadline.
         """
         metrics, samples = Metrics(), []
-        async with asyncio.timeout(self.timeout_s):
-            for held_out in self._sets:
-                started = time.monotonic()
-                responses = await self._generate(held_out, step, policy_version)
-                scored = await self._score(responses)
-                await asyncio.to_thread(self._summarise, held_out, responses, scored, metrics)
-                metrics.max(f"eval/{held_out.name}/time_s", time.monotonic() - started)
-                samples += self._samples(step, held_out, responses, scored)
+        timeout_s = self.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                patience = _Patience(self._board, timeout_s, limit)
+                for held_out in self._sets:
+                    started = time.monotonic()
+                    responses = await self._generate(held_out, step, version, patience)
+                    scored = await self._score(responses, patience)
+                    await asyncio.to_thread(self._summarise, held_out, responses, scored, metrics)
+                    metrics.max(f"eval/{held_out.name}/time_s", time.monotonic() - started)
+                    samples += self._samples(step, held_out, responses, scored)
+        finally:
+            self.lacks_rollouts = False
         return metrics, samples
 
     def _samples(
@@ -123,13 +161,15 @@ class Evaluation:
             for meta in (response.answer.meta,)
         ]
 
-    async def _generate(self, held_out: HeldOutSet, step: int, policy_version: int) -> list[_Response]:
+    async def _generate(
+        self, held_out: HeldOutSet, step: int, version: Callable[[], int], patience: _Patience
+    ) -> list[_Response]:
         queue = list(enumerate(held_out.prompts))[::-1]
         results: dict[int, list[_Response]] = {}
         timeout_s = self._settings.rollout.generation_timeout_s
         width = self._width(held_out)
 
-        async def work(rollout: Rollout) -> None:
+        async def work(rollout: Rollout, policy_version: int) -> None:
             while queue:
                 index, prompt = queue.pop()
                 request = self._request(held_out, step, index, policy_version)
@@ -144,10 +184,22 @@ class Evaluation:
                 except RoleCallError as error:
                     logger.warning("evaluation prompt %s failed on %s: %s", request.id, rollout.consumer, error)
 
-        for _ in range(ROUNDS):  # again, where one broke off when the others had found nothing to do any more
-            holders = [rollout for rollout in self._fleet.rollouts() if rollout.policy_version == policy_version]
-            await asyncio.gather(*(work(rollout) for rollout in holders for _ in range(width)))
+        num_rounds = 0
+        while queue and num_rounds < ROUNDS:
+            if num_rounds:  # one broke off when the others had nothing to do any more: whether it lives is known then
+                await patience.wait(self._settings.controller.lease_s)
+            holders = await self._holders(version, patience)
+            await asyncio.gather(*(work(rollout, version()) for rollout in holders for _ in range(width)))
+            num_rounds += 1
         return [response for index in sorted(results) for response in results[index]]
+
+    async def _holders(self, version: Callable[[], int], patience: _Patience) -> list[Rollout]:
+        """The living rollouts that hold the weights, once there are any."""
+        while not (holders := [rollout for rollout in self._fleet.rollouts() if rollout.policy_version == version()]):
+            self.lacks_rollouts = True
+            await patience.wait(PAUSE_S)
+        self.lacks_rollouts = False
+        return holders
 
     def _width(self, held_out: HeldOutSet) -> int:
         """Prompts that a rollout is asked at a time."""
@@ -178,15 +230,27 @@ class Evaluation:
             policy_version=policy_version,
         )
 
-    async def _score(self, responses: Sequence[_Response]) -> dict[str, Score]:
+    async def _score(self, responses: Sequence[_Response], patience: _Patience) -> dict[str, Score]:
+        """The scores by item. A scorer that is away is asked again, as for a group that is trained on, with all of a
+        prompt's responses.
+        """
         items = [score_item(response.answer.meta, _token_ids(response)) for response in responses]
-        chunks = chunked(items, SCORE_CHUNK)
         scored: dict[str, Score] = {}
-        for chunk in chunks:
-            for item, outcome in zip(chunk, await self._reward.score(chunk), strict=True):
-                if isinstance(outcome, Score):
-                    scored[item.id] = outcome
+        for chunk in chunked(items, SCORE_CHUNK):
+            while away := await self._score_chunk(chunk, scored):
+                logger.debug("%d held-out responses cannot be scored at present, trying again", len(away))
+                await patience.wait(PAUSE_S)
+                chunk = away
         return scored
+
+    async def _score_chunk(
+        self, items: Sequence[reward_pb2.ScoreItem], scored: dict[str, Score]
+    ) -> list[reward_pb2.ScoreItem]:
+        """Adds scores to `scored`; returns what is to be scored again."""
+        outcomes = await self._reward.score(items)
+        scored |= {item.id: each for item, each in zip(items, outcomes, strict=True) if isinstance(each, Score)}
+        away = {place for place, each in enumerate(outcomes) if isinstance(each, Failure) and each.retryable}
+        return [items[place] for group in groups_of(items) if not away.isdisjoint(group) for place in group]
 
     def _summarise(
         self, held_out: HeldOutSet, responses: Sequence[_Response], scored: dict[str, Score], metrics: Metrics

@@ -112,9 +112,10 @@ class Loop:
             self._end,
             self._look,
             self._waits_for_room,
+            lambda: self._prompts.cursor,
         )
         self._reports = Reports(parts)
-        self._evaluations = Evaluations(parts)
+        self._evaluations = Evaluations(parts, self._end, lambda: self._publisher.policy_version)
         self._joiners = Joiners(self._publisher, settings.controller.heartbeat_s, in_shifts=parts.shifts.are_taken)
         self._step_metrics = Metrics()
         self._clock = measures.Stopwatch()
@@ -160,7 +161,7 @@ class Loop:
                 running = [tasks.create_task(activity) for activity in activities]
                 await self._train()
                 await self._reports.over()
-                await self._evaluations.over()
+                await self._evaluations.over(self._reach_others)
                 for task in running:
                     task.cancel()
         except BaseExceptionGroup as group:
@@ -209,7 +210,7 @@ class Loop:
 
     async def _between_steps(self) -> None:
         """The evaluation and the checkpoint that are due after this many steps."""
-        await self._evaluations.after(self._step, self._publisher.policy_version)
+        await self._evaluations.after(self._step, self._reach_others)
         if not self._parts.shifts.are_taken:
             await self._save_if_due()
 
@@ -353,10 +354,9 @@ class Loop:
 
     async def _reach_others(self) -> None:
         """Publishes again when all that held the weights are gone and others wait for theirs: no step boundary would
-        come.
+        come. An evaluation that is under way goes on with them.
         """
         if self._publisher.nobody_serves():
-            await self._evaluations.over()
             await self._publish()
 
     def _reported(self, results: Sequence[training_pb2.TrainResult]) -> Metrics:

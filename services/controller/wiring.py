@@ -91,7 +91,7 @@ def wire(settings: RunSettings) -> Wiring:
         references=references,
         actor=actor,
         critic=critic,
-        evaluation=Evaluation(settings, fleet, reward, load_sets(settings, renderer)),
+        evaluation=Evaluation(settings, fleet, reward, board, load_sets(settings, renderer)),
         fleet=fleet,
         board=board,
         shifts=DeviceShifts(settings, fleet, board, actor, critic),

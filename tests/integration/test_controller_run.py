@@ -6,6 +6,8 @@ import asyncio
 import json
 import random
 import re
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,8 @@ import pytest
 
 from rolecall.commands import steer
 from rolecall.contract import contract_version
+from rolecall.data.dataset import load_prompts
+from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import (
     BudgetSpentError,
     ConflictError,
@@ -41,6 +45,7 @@ from rolecall.v1 import controller_pb2 as pb
 from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
 from services.controller import awaiting
 from services.controller.groups import group_scorer
+from services.controller.groups.prompts import PromptRenderer, PromptSequence
 from services.controller.run import ControllerRun
 from services.rollout.sampling import Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine
@@ -432,6 +437,96 @@ async def test_weights_that_differ_from_what_was_sent_are_never_attested(light_r
     assert balance(run)[1] == 0
 
 
+class SlowTokenizer:
+    """The tokenizer of a run's prompts, which renders one of them when it may, and each after a while."""
+
+    def __init__(self, run: TwinRun, held: int = 0, each_s: float = 0.0) -> None:
+        """Takes the place of the tokenizer of the run's newest controller. `held`: the number of the prompt that waits,
+        from 1.
+        """
+        assert run.latest is not None
+        renderer: Any = run.latest._parts.renderer
+        self._tokenizer: ChatTokenizer = renderer._tokenizer
+        renderer._tokenizer = self
+        self._left, self._each_s = held, each_s
+        self.is_held, self.may_go = threading.Event(), threading.Event()
+        self.gave_up = False
+
+    def render(self, messages: Any) -> str:
+        """As ChatTokenizer.render."""
+        self._left -= 1
+        time.sleep(self._each_s)
+        if self._left == 0:
+            self.is_held.set()
+            self.gave_up = not self.may_go.wait(30.0)
+        return self._tokenizer.render(messages)
+
+    def encode(self, text: str) -> list[int]:
+        """As ChatTokenizer.encode."""
+        return self._tokenizer.encode(text)
+
+
+async def test_people_are_answered_while_a_prompt_is_rendered_and_a_pause_then_skips_none(light_run: LightRun) -> None:
+    async with light_run() as run, run.controller() as life:
+        slow = SlowTokenizer(run, held=6)
+        async with run.rollout("rollout-0"):
+            await until(slow.is_held.is_set)
+            await life.status()
+            await life.stub.PauseRun(pb.PauseRunRequest())
+            await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
+            slow.may_go.set()
+            assert not slow.gave_up, "the loop stood still"
+            await life.stub.ResumeRun(pb.ResumeRunRequest())
+            await life.ends()
+        assert admitted_uids(run) == first_uids(run, 12)
+    assert balance(run) == (12, 12, 0, 0)
+
+
+async def test_a_loop_that_is_abandoned_while_it_renders_loses_no_prompt(light_run: LightRun, tmp_path: Path) -> None:
+    texts = [f"number {i}" if i % 3 else "1 2 3 4 5 6 7 8 9 " * 10 for i in range(30)]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    async with light_run(data={"train": str(tmp_path / "mixed.jsonl")}) as run, run.rollout("rollout-0"):
+        async with run.controller() as life:
+            slow = SlowTokenizer(run, held=9)
+            await until(slow.is_held.is_set)
+            life.running.cancel()
+            await asyncio.wait([life.running], timeout=RUN_S)
+            slow.may_go.set()
+        num_admitted = run.ledger.counts().admitted
+        assert num_admitted < 12
+        await run.to_the_end()
+        assert admitted_uids(run) == first_uids(run, 12)
+    assert balance(run) == (12, 12, 0, 0)
+
+
+async def test_prompts_that_are_passed_over_for_longer_than_the_stall_timeout_end_no_run(
+    light_run: LightRun, tmp_path: Path
+) -> None:
+    texts = [*["1 2 3 4 5 6 7 8 9 " * 10] * 20, *(f"number {i}" for i in range(4))]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    hasty = {"controller": {"stall_timeout_s": 1.0}, "reward": {"timeout_s": 0.2, "max_attempts": 1}}
+    data = {"train": str(tmp_path / "long.jsonl"), "shuffle": False}
+    async with light_run(data=data, run={"num_steps": 1}, **hasty) as run, run.controller() as life:
+        SlowTokenizer(run, each_s=0.25)
+        async with run.rollout("rollout-0"):
+            await life.ends()
+    assert balance(run) == (4, 4, 0, 0)
+
+
+def admitted_uids(run: TwinRun) -> list[str]:
+    """The uids of the prompts that were admitted, in their order."""
+    lines = (run.settings.run.dir / "history.jsonl").read_text().splitlines()
+    return [event["prompt"] for event in map(json.loads, lines) if event["event"] == "admitted"]
+
+
+def first_uids(run: TwinRun, number: int) -> list[str]:
+    """The uids of the first prompts of the run's sequence."""
+    data, renderer = run.settings.data, PromptRenderer(ChatTokenizer(run.settings.model.path), 48)
+    prompts = load_prompts(data.train, data, run.settings.reward)
+    sequence = PromptSequence(prompts, renderer, seed=run.settings.run.seed, shuffle=data.shuffle)
+    return [sequence.next().uid for _ in range(number)]
+
+
 async def test_people_pause_resume_checkpoint_and_stop_a_run(light_run: LightRun) -> None:
     async with light_run(run={"num_steps": 1000, "checkpoint_every_steps": 1000}) as run:
         async with run.controller() as life, run.rollout("rollout-0"):
@@ -454,6 +549,27 @@ async def test_people_pause_resume_checkpoint_and_stop_a_run(light_run: LightRun
     assert stopped.state == pb.RUN_STATE_DONE
     assert (run.settings.run.dir / "checkpoints" / f"step-{stopped.step:08d}" / "COMMITTED").exists()
     assert balance(run)[1] == 4 * stopped.step
+
+
+async def test_a_stop_ends_a_run_whose_scorer_is_away_with_a_checkpoint(light_run: LightRun) -> None:
+    is_away = False
+
+    def score(item: Item) -> float:
+        if is_away:
+            raise ScorerUnavailableError("people mend it")
+        return parity(item)
+
+    sections: dict[str, Any] = {"run": {"num_steps": 1000, "checkpoint_every_steps": 1000}}
+    async with light_run(score=score, reward={"max_attempts": 1}, **sections) as run:
+        async with run.controller() as life, run.rollout("rollout-0", token_s=0.005):
+            await life.reaches(1)
+            is_away = True
+            await life.shows(lambda status: status.trouble)
+            await life.stub.StopRun(pb.StopRunRequest(checkpoint=True))
+            await life.ends()
+            stopped = await life.status()
+        assert stopped.state == pb.RUN_STATE_DONE
+        assert run.newest().step == stopped.step
 
 
 async def test_a_paused_run_waits_for_its_scorer_without_end(

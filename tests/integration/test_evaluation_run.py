@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rolecall.algorithms.pass_and_majority import pass_at_k
+from rolecall.errors import ScorerUnavailableError
 from rolecall.scoring.scores import Item, Score, ScoreFunction
 from rolecall.settings import RunSettings
 from rolecall.v1 import controller_pb2
@@ -27,16 +28,20 @@ RUN_S = 60.0
 
 
 class SlowlyEvaluated(ScriptedEngine):
-    """An engine that keeps what evaluations ask for until it may answer."""
+    """An engine that keeps what evaluations ask for until it may answer, but for the first `num_answered`."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_answered: int = 0) -> None:
         super().__init__(token_s=0.0, vocab_size=200)
-        self.may_answer = asyncio.Event()
+        self.may_answer, self.is_waiting = asyncio.Event(), asyncio.Event()
+        self._num_answered = num_answered
 
     async def sample(self, request: SampleRequest) -> Sample:
         """Implements SamplingEngine.sample."""
         if request.request_id.startswith("eval/"):
-            await self.may_answer.wait()  # bounded: by the run's end
+            self._num_answered -= 1
+            if self._num_answered < 0:
+                self.is_waiting.set()
+                await self.may_answer.wait()  # bounded: by the run's end
         return await super().sample(request)
 
 
@@ -124,9 +129,9 @@ async def test_a_run_of_no_steps_evaluates_and_trains_nothing(
     assert {"eval/many/mean@2", "eval/many/pass@2", "eval/many/maj@2"} <= line.keys()
 
 
-def beside(folder: Path) -> dict[str, Any]:
+def beside(folder: Path, num_prompts: int = 3) -> dict[str, Any]:
     """The section of an evaluation after every step, beside the next."""
-    (folder / "held.jsonl").write_text('{"prompt": "held", "ground_truth": "1"}\n' * 3)
+    (folder / "held.jsonl").write_text('{"prompt": "held", "ground_truth": "1"}\n' * num_prompts)
     return {"every_steps": 1, "beside": True, "sets": {"held": {"path": str(folder / "held.jsonl")}}}
 
 
@@ -165,21 +170,61 @@ async def test_a_rollout_that_is_given_up_in_an_evaluation_ends_nothing(
             await life.shows(lambda status: any(worker.lost for worker in status.workers))
             async with run.rollout("rollout-1"):
                 await life.ends()
-        assert evaluated_steps(run) == {0: 3, 1: 0, 2: 0, 3: 0}
+        assert evaluated_steps(run) == {1: 0, 2: 0, 3: 0}  # nobody could bring the weights of step 0 any more
         assert run.ledger.counts().trained == 12
 
 
-async def test_a_stop_waits_for_the_evaluation_beside(
+async def test_an_evaluation_whose_only_rollout_dies_goes_on_with_the_next_one(
     store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
 ) -> None:
-    engine = SlowlyEvaluated()
-    async with twin_run(store, tmp_path, make_settings, evaluation=beside(tmp_path)) as run:
-        async with run.controller() as life, run.rollout("rollout-0", engine=engine):
-            await life.shows(lambda status: status.waiting_for == "the evaluation of step 0")
-            await life.stub.StopRun(controller_pb2.StopRunRequest())
-            engine.may_answer.set()
-            await life.ends()
+    engine = SlowlyEvaluated(num_answered=2)
+    section = {**beside(tmp_path, num_prompts=30), "beside": False}
+    async with twin_run(store, tmp_path, make_settings, run={"num_steps": 1}, evaluation=section) as run:
+        async with run.controller() as life:
+            async with run.rollout("rollout-0", engine=engine):
+                await asyncio.wait_for(engine.is_waiting.wait(), RUN_S)
+            await life.shows(lambda status: any(worker.lost for worker in status.workers))
+            async with run.rollout("rollout-1"):
+                await life.ends()
         assert evaluated_steps(run) == {0: 0, 1: 0}
+        assert [step for step, _ in run.actor.trainer.publishes] == [0, 0, 1]
+
+
+async def test_an_evaluation_waits_for_its_scorer(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    num_refused = 0
+
+    def restarting(item: Item) -> float:
+        nonlocal num_refused
+        if item.id.startswith("eval/0/") and num_refused < 10:  # three items, more often than one call asks
+            num_refused += 1
+            raise ScorerUnavailableError("it restarts")
+        return parity(item)
+
+    section = {**beside(tmp_path), "beside": False}
+    async with twin_run(store, tmp_path, make_settings, score=restarting, evaluation=section) as run:
+        await run.to_the_end("rollout-0")
+        assert evaluated_steps(run) == {0: 0, 1: 0, 2: 0, 3: 0}
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+async def test_a_stop_leaves_an_evaluation_out_and_a_run_that_goes_on_from_its_step_makes_it(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings, is_beside: bool
+) -> None:
+    engine = SlowlyEvaluated()
+    section = {**beside(tmp_path), "beside": is_beside}
+    async with twin_run(store, tmp_path, make_settings, evaluation=section) as run:
+        async with run.rollout("rollout-0", engine=engine):
+            async with run.controller() as life:
+                await life.shows(lambda status: status.waiting_for == "the evaluation of step 0")
+                await life.stub.StopRun(controller_pb2.StopRunRequest())
+                await life.ends()
+                stopped_at = (await life.status()).step
+            engine.may_answer.set()
+            await run.to_the_end()
+        assert stopped_at == int(is_beside)  # a step was trained beside it
+        assert evaluated_steps(run) == dict.fromkeys(range(stopped_at, 4), 0)
 
 
 async def test_a_controller_killed_beside_an_evaluation_goes_on_with_the_next(

@@ -2,6 +2,8 @@
 and what becomes of one that finds the device full.
 """
 
+import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -20,6 +22,7 @@ from services.rollout.scripted import ScriptedEngine
 from tests.twins.device import MIB, EngineMemory, TrainerState, TwinDevice, device_of, held_by
 from tests.twins.run import LightRun, TwinRun, balance, check_trained_once
 from tests.twins.trainer import ActorTwin, Row, TrainerTwin
+from tests.waiting import until
 
 
 class SharingEngine(ScriptedEngine):
@@ -123,6 +126,40 @@ async def test_a_side_is_alone_on_the_device_and_nothing_else_of_a_run_changes(
         versions = [version for _, version in actor.publishes]
         assert [step for step, _ in actor.publishes] == [0, 1, 2, 3, 4]
         assert versions == sorted(versions)
+
+
+class Unanswering(SharingEngine):
+    """An engine that answers no evaluation."""
+
+    def __init__(self, run: TwinRun) -> None:
+        super().__init__(run)
+        self.is_asked = asyncio.Event()
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        if request.request_id.startswith("eval/"):
+            self.is_asked.set()
+            await asyncio.Event().wait()  # bounded: by the end of the rollout
+        return await super().sample(request)
+
+
+async def test_an_evaluation_on_a_shared_device_whose_only_rollout_dies_goes_on_with_the_next_one(
+    light_run: LightRun, tmp_path: Path
+) -> None:
+    (tmp_path / "held.jsonl").write_text('{"prompt": "number 7", "ground_truth": "7"}\n')
+    sets = {"held": {"path": str(tmp_path / "held.jsonl"), "max_tokens": 12}}
+    async with light_run(rollout=SHARED, run={"num_steps": 1}, evaluation={"sets": sets}) as run:
+        actor = share(run)
+        async with run.controller() as life:
+            dying = Unanswering(run)
+            async with run.rollout("rollout-0", engine=dying):
+                await until(dying.is_asked.is_set)
+            await dying.sleep(2)  # as its memory goes with a process
+            await life.shows(lambda status: any(worker.lost for worker in status.workers))
+            async with run.rollout("rollout-0", engine=SharingEngine(run)):
+                await life.ends()
+        assert [step for step, _ in actor.publishes] == [0, 0, 1]
+        lines = [json.loads(line) for line in (run.settings.run.dir / "metrics.jsonl").read_text().splitlines()]
+        assert [line["eval/held/missing"] for line in lines if "eval/held/missing" in line] == [0, 0]
 
 
 async def test_people_pause_resume_and_stop_a_run_that_shares_a_device(light_run: LightRun) -> None:

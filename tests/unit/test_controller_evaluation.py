@@ -1,4 +1,4 @@
-"""Who is asked in an evaluation, and what is counted of the prompts that nobody answered."""
+"""Who is asked in an evaluation, who is waited for, and what is counted of the prompts that nobody answered."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -6,14 +6,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rolecall.errors import GenerationError, RoleCallError, UnavailableError
-from rolecall.scoring.scores import Score
+from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.v1 import reward_pb2, rollout_pb2, trajectory_pb2
+from services.controller import evaluation
+from services.controller.board import RunBoard
 from services.controller.evaluation import ROUNDS, Evaluation, HeldOutSet
+from tests.waiting import until
 
 NUM_PROMPTS, NUM_RESPONSES, VERSION = 3, 2, 7
+LEASE_S = 0.5
+"""Pause before a rollout that broke off is asked again."""
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "PAUSE_S", 0.01)
 
 
 @dataclass
@@ -64,21 +75,32 @@ class Replicas:
 class Scorer:
     """Finds every response right, as nearly as a sum of parts may be."""
 
-    async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Score]:
+    async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
         """RewardClient.score."""
         return [Score(1.0 - 2**-53) for _ in items]
 
 
 async def evaluated(
-    make_settings: Callable[..., RunSettings], *replicas: Replica, scorer: Scorer | None = None
+    make_settings: Callable[..., RunSettings],
+    *replicas: Replica,
+    scorer: Scorer | None = None,
+    fleet: Replicas | None = None,
+    board: RunBoard | None = None,
+    settings: RunSettings | None = None,
 ) -> dict[str, float]:
     section = EvaluationSet.model_validate({"path": "held.jsonl", "num_responses": NUM_RESPONSES})
     prompts = [trajectory_pb2.Prompt(uid=str(i), token_ids=np.ones(2, "<i4").tobytes()) for i in range(NUM_PROMPTS)]
-    fleet: Any = Replicas(list(replicas))
+    members: Any = fleet or Replicas(list(replicas))
     reward: Any = scorer or Scorer()
-    evaluation = Evaluation(make_settings(), fleet, reward, [HeldOutSet("held", section, tuple(prompts))])
-    metrics, _ = await evaluation.run(4, VERSION)
+    settings = settings or make_settings(controller={"lease_s": LEASE_S})
+    held_out = HeldOutSet("held", section, tuple(prompts))
+    metrics, _ = await Evaluation(settings, members, reward, board or RunBoard(), [held_out]).run(4, lambda: VERSION)
     return metrics.values()
+
+
+def one_at_a_time(make_settings: Callable[..., RunSettings]) -> RunSettings:
+    """Settings under which a rollout is asked one prompt at a time."""
+    return make_settings(rollout={"max_num_seqs": NUM_RESPONSES}, controller={"lease_s": LEASE_S})
 
 
 async def test_a_prompt_that_nobody_could_answer_is_missing_and_in_no_mean(
@@ -91,7 +113,7 @@ async def test_a_prompt_that_nobody_could_answer_is_missing_and_in_no_mean(
 
 async def test_what_tokens_earn_is_reported_and_is_no_success(make_settings: Callable[..., RunSettings]) -> None:
     class Generous(Scorer):
-        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Score]:
+        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
             return [Score(0.5, token_rewards=np.array([0.25, 0.5, 0.0], np.float32)) for _ in items]
 
     values = await evaluated(make_settings, Replica("r.0"), scorer=Generous())
@@ -122,16 +144,16 @@ async def test_a_rollout_whose_connection_broke_once_is_asked_again(make_setting
                     raise UnavailableError("the stream was reset")
 
     alone = Interrupted("r.0")
-    settings = make_settings(rollout={"max_num_seqs": NUM_RESPONSES})  # one prompt at a time
-    values = await evaluated(lambda: settings, alone)
+    settings = one_at_a_time(make_settings)
+    values = await evaluated(make_settings, alone, settings=settings)
     assert alone.asked == ["0", "1", "2", "2"]
     assert values["eval/held/missing"] == 0
 
 
 async def test_a_rollout_that_breaks_off_each_time_is_given_up(make_settings: Callable[..., RunSettings]) -> None:
     gone = Replica("r.0", failing={"1": UnavailableError("gone")})
-    settings = make_settings(rollout={"max_num_seqs": NUM_RESPONSES})
-    values = await evaluated(lambda: settings, gone)
+    settings = one_at_a_time(make_settings)
+    values = await evaluated(make_settings, gone, settings=settings)
     assert gone.asked.count("1") == ROUNDS
     assert values["eval/held/missing"] == NUM_RESPONSES
 
@@ -159,10 +181,74 @@ async def test_a_prompt_whose_rollout_goes_away_when_the_others_have_done_theirs
 
     gone = Lingering("r.0", failing={str(i): UnavailableError("gone") for i in range(NUM_PROMPTS)})
     other = Other("r.1")
-    settings = make_settings(rollout={"max_num_seqs": NUM_RESPONSES})  # one prompt at a time
-    values = await evaluated(lambda: settings, gone, other)
+    settings = one_at_a_time(make_settings)
+    values = await evaluated(make_settings, gone, other, settings=settings)
     assert sorted(other.asked) == ["0", "1", "2"]
     assert values["eval/held/missing"] == 0
+
+
+async def test_a_rollout_with_the_weights_is_waited_for_as_long_as_there_is_none(
+    make_settings: Callable[..., RunSettings],
+) -> None:
+    late = Replica("r.0", policy_version=VERSION - 1)
+    fleet = Replicas([])
+    running = asyncio.create_task(evaluated(make_settings, fleet=fleet))
+    assert not (await asyncio.wait([running], timeout=0.3))[0]
+    fleet.all.append(late)
+    assert not (await asyncio.wait([running], timeout=0.3))[0]
+    late.policy_version = VERSION
+    async with asyncio.timeout(60):
+        assert (await running)["eval/held/missing"] == 0
+
+
+class Away(Scorer):
+    """Cannot be reached for the responses to one prompt until it is back, and has no score for one of another's."""
+
+    def __init__(self) -> None:
+        self.is_back = False
+        self.num_refused = 0
+
+    async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
+        """RewardClient.score."""
+        return [self._outcome(item.id) for item in items]
+
+    def _outcome(self, id: str) -> Outcome:
+        if id.endswith("/0/0"):
+            return Failure("SCORER_EXCEPTION", "it has none")
+        if id.endswith("/1/1") and not self.is_back:
+            self.num_refused += 1
+            return Failure("SCORER_UNAVAILABLE", "it restarts", retryable=True)
+        return Score(1.0)
+
+
+async def test_a_scorer_that_is_away_is_waited_for_and_what_it_cannot_score_is_missing(
+    make_settings: Callable[..., RunSettings],
+) -> None:
+    scorer = Away()
+    running = asyncio.create_task(evaluated(make_settings, Replica("r.0"), scorer=scorer))
+    await until(lambda: scorer.num_refused > 3)
+    assert not running.done()
+    scorer.is_back = True
+    async with asyncio.timeout(60):
+        assert (await running)["eval/held/missing"] == 1
+
+
+async def test_the_deadline_stands_still_while_people_pause_the_run(
+    make_settings: Callable[..., RunSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "LEAST_S", 0.0)
+    brief = make_settings(
+        sampling={"max_tokens": 1},
+        rollout={"generation_timeout_s": 1.0},
+        reward={"address": "scorer:1", "timeout_s": 0.1, "max_attempts": 1},
+    )
+    board, scorer = RunBoard(), Away()
+    board.pause()
+    running = asyncio.create_task(evaluated(make_settings, Replica("r.0"), scorer=scorer, board=board, settings=brief))
+    assert not (await asyncio.wait([running], timeout=4.0))[0]
+    board.resume()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(running, 60)
 
 
 def test_an_evaluation_gets_the_time_of_all_prompts_of_all_its_sets(make_settings: Callable[..., RunSettings]) -> None:
@@ -170,14 +256,21 @@ def test_an_evaluation_gets_the_time_of_all_prompts_of_all_its_sets(make_setting
     small = EvaluationSet.model_validate({"path": "small.jsonl", "max_tokens": 4000})
     large = EvaluationSet.model_validate({"path": "large.jsonl", "num_responses": 16})
     nobody: Any = Replicas([])
-    evaluation = Evaluation(
-        make_settings(sampling={"max_tokens": 1000}, rollout={"max_num_seqs": 256}),
-        nobody,
-        nobody,
-        [HeldOutSet("small", small, (prompt,) * 30), HeldOutSet("large", large, (prompt,) * 100)],
-    )
+
+    def timeout_s(**rollout: float) -> float:
+        settings = make_settings(
+            sampling={"max_tokens": 1000},
+            rollout={"max_num_seqs": 256, **rollout},
+            reward={"address": "scorer:1", "timeout_s": 20.0, "max_attempts": 3},
+        )
+        sets = [HeldOutSet("small", small, (prompt,) * 30), HeldOutSet("large", large, (prompt,) * 100)]
+        return Evaluation(settings, nobody, nobody, RunBoard(), sets).timeout_s
+
     one_round_s, seven_rounds_s = 4000 / 2, 7 * 1000 / 2
-    assert evaluation.timeout_s == 600 + one_round_s + seven_rounds_s
+    one_call_s, seven_calls_s = 60, 7 * 60
+    scoring_s = one_call_s + seven_calls_s
+    assert timeout_s() == 600 + one_round_s + seven_rounds_s + scoring_s
+    assert timeout_s(generation_timeout_s=50_000.0) == 50_000 + scoring_s
 
 
 async def test_each_prompt_is_sampled_by_a_seed_of_its_own_at_every_step(

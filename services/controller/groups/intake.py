@@ -1,13 +1,14 @@
 """The intake: turns prompts into admitted groups as fast as admission.py allows, and keeps count of what came in and
 what was dropped.
 
-Owns the next gid, the counters that the admission rule reads, and the admissions that a full store refused; these stay
-first in line. It does not follow a group after its admission.
+Owns the next gid, the counters that the admission rule reads, and what is first in line: the admissions that a full
+store refused, then prompts that were rendered, in a thread, when there was room that a pause has taken since. It does
+not follow a group after its admission.
 """
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from rolecall.errors import StoreFullError
@@ -18,7 +19,7 @@ from rolecall.v1 import trajectory_pb2
 from services.controller.board import RunBoard
 from services.controller.groups.admission import AdmissionPolicy
 from services.controller.groups.assembly import Assembly
-from services.controller.groups.prompts import PromptSequence
+from services.controller.groups.prompts import Cursor, PromptSequence
 from services.controller.recovered import Recovered
 from services.controller.threads import StoreThreads
 
@@ -26,6 +27,11 @@ logger = logging.getLogger(__name__)
 
 ADMIT_COUNT = 64
 """Most groups admitted in one call: bounds what a full store refuses at once."""
+
+RENDER_S = 0.5
+"""Longest that prompts are rendered, and too long ones passed over, before what there is is admitted; and that the end
+of an abandoned loop waits for it, but for a single prompt that takes longer.
+"""
 
 POLL_S = 1.0
 """Longest sleep: memory that the store freed is noticed without a signal."""
@@ -60,6 +66,7 @@ class Intake:
         self._admitted = position.admitted
         self._backlog = recovered.backlog
         """Prompts that are admitted first, the one at place i under the gid `_first_gid` + i."""
+        self._rendered: deque[tuple[trajectory_pb2.Prompt, Cursor]] = deque()
         self._refused: list[Admission] = []
         self._changed = asyncio.Event()
         self._dropped = Counter(position.dropped)
@@ -102,7 +109,7 @@ class Intake:
         while True:
             self._changed.clear()
             try:
-                while self._next_admissions():
+                while await self._next_admissions():
                     await self._threads.call(self._ledger.admit_all, self._refused)
                     self._refused = []
             except StoreFullError as error:
@@ -113,14 +120,20 @@ class Intake:
             except TimeoutError:
                 continue
 
-    def _next_admissions(self) -> list[Admission]:
-        """Takes the admissions that a full store refused, and as many more as may be. They count as admitted from here
-        on, and stay first in line until they are.
+    async def _next_admissions(self) -> list[Admission]:
+        """Takes the admissions that a full store refused, and as many more as may be, or as are rendered soon. They
+        count as admitted from here on, and stay first in line until they are.
         """
         while len(self._refused) < ADMIT_COUNT and self._may_admit(self._retained_bytes):
             place = self._next_gid - self._first_gid
-            in_backlog = place < len(self._backlog)
-            self._refused.append(self._admission(self._backlog[place] if in_backlog else self._prompts.next()))
+            if place < len(self._backlog):
+                self._refused.append(self._admission(self._backlog[place], self._prompts.cursor))
+            elif self._rendered:
+                self._refused.append(self._admission(*self._rendered.popleft()))
+            elif self._refused:
+                break
+            else:
+                self._rendered.extend(await self._threads.call(self._prompts.take, self._room(), RENDER_S))
         return self._refused
 
     @property
@@ -130,16 +143,22 @@ class Intake:
         """
         return not self._may_admit(self._retained_bytes) and self._may_admit(0)
 
-    def _may_admit(self, retained_bytes: int) -> bool:
+    def _room(self) -> int:
+        """Groups that may be admitted now, ADMIT_COUNT at most."""
+        return sum(self._may_admit(self._retained_bytes, more) for more in range(ADMIT_COUNT))
+
+    def _may_admit(self, retained_bytes: int, more: int = 0) -> bool:
+        """Whether a group may be admitted after `more` others."""
         return not (self._board.paused or self._board.stop_requested) and self._policy.may_admit(
-            admitted=self._admitted,
+            admitted=self._admitted + more,
             dropped=self._dropped.total(),
             published_step=self._published_step(),
-            num_live=self._assembly.num_live,
+            num_live=self._assembly.num_live + more,
             retained_bytes=retained_bytes,
         )
 
-    def _admission(self, prompt: trajectory_pb2.Prompt) -> Admission:
+    def _admission(self, prompt: trajectory_pb2.Prompt, cursor: Cursor) -> Admission:
+        """The admission of `prompt`, with the place in the sequence of prompts behind it."""
         sampling = self._settings.sampling
         group = trajectory_pb2.PromptGroup(
             gid=self._next_gid,
@@ -159,4 +178,4 @@ class Intake:
         self._next_gid += 1
         self._admitted += 1
         with tracer().start_as_current_span("group", attributes={"gid": group.gid}):
-            return Admission(group, self._prompts.cursor.encode(), current_traceparent())
+            return Admission(group, cursor.encode(), current_traceparent())

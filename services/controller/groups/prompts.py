@@ -8,6 +8,7 @@ of admission or the store.
 import json
 import logging
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -102,28 +103,51 @@ class PromptSequence:
         self._rates = dict(rates or {})
         self.cursor = cursor
         self._order = self._order_of(cursor.epoch)
+        self._num_passed = 0
+        """Places looked at since the last prompt."""
 
     def next(self) -> trajectory_pb2.Prompt:
         """The next prompt that fits and whose turn it is; moves the cursor. ConfigError when no epoch has one that
         fits.
         """
-        most_epochs = 1 + (self._curriculum.revisit_epochs if self._curriculum else 1)
-        for _ in range(most_epochs * (len(self._prompts) + 1)):
-            epoch, index, refused = self.cursor.epoch, self.cursor.index, self.cursor.num_too_long
-            if index == len(self._prompts):
-                self.cursor = Cursor(epoch + 1, 0, refused)
-                self._order = self._order_of(epoch + 1)
-                continue
-            raw = self._prompts[self._order[index]]
-            if not self._has_its_turn(raw.uid, epoch):
-                self.cursor = Cursor(epoch, index + 1, refused)
-                continue
-            prompt = self._renderer.render(raw, epoch)
-            self.cursor = Cursor(epoch, index + 1, refused + (prompt is None))
+        while (prompt := self._look()) is None:
+            continue
+        return prompt
+
+    def take(self, number: int, seconds: float) -> list[tuple[trajectory_pb2.Prompt, Cursor]]:
+        """The next prompts as `next` gives them, each with the cursor behind it: `number`, or as many as are found
+        within so many seconds, perhaps none. For a thread, one call at a time: `visited` and `cursor` may be used
+        beside it, for a rate and a cursor are replaced whole.
+        """
+        taken, end_at = list[tuple[trajectory_pb2.Prompt, Cursor]](), time.monotonic() + seconds
+        while len(taken) < number and time.monotonic() < end_at:
+            prompt = self._look()
             if prompt is not None:
-                return prompt
+                taken.append((prompt, self.cursor))
+        return taken
+
+    def _look(self) -> trajectory_pb2.Prompt | None:
+        """The prompt at the cursor, which moves behind it; None when there is none there that fits and has its turn."""
+        most_epochs = 1 + (self._curriculum.revisit_epochs if self._curriculum else 1)
+        if self._num_passed == most_epochs * (len(self._prompts) + 1):
+            raise ConfigError("no prompt of data.train fits data.max_prompt_tokens; raise it or shorten the prompts")
+        self._num_passed += 1
+        epoch, index, refused = self.cursor.epoch, self.cursor.index, self.cursor.num_too_long
+        if index == len(self._prompts):
+            self.cursor = Cursor(epoch + 1, 0, refused)
+            self._order = self._order_of(epoch + 1)
+            return None
+        raw = self._prompts[self._order[index]]
+        if not self._has_its_turn(raw.uid, epoch):
+            self.cursor = Cursor(epoch, index + 1, refused)
+            return None
+        prompt = self._renderer.render(raw, epoch)
+        self.cursor = Cursor(epoch, index + 1, refused + (prompt is None))
+        if prompt is None:
             logger.warning("prompt %s is longer than data.max_prompt_tokens and is left out", raw.uid)
-        raise ConfigError("no prompt of data.train fits data.max_prompt_tokens; raise it or shorten the prompts")
+        else:
+            self._num_passed = 0
+        return prompt
 
     def visited(self, uid: str, gid: int, visit_rate: float) -> SuccessRate | None:
         """Group `gid` answered prompt `uid` rightly in this share of its responses: the prompt's new rate, to be kept;
