@@ -77,7 +77,10 @@ def spread_slowly(batch: ScoredBatch, numbers: Sequence[float] | Mapping[int, fl
 
 def of_groups(batch: ScoredBatch, rule: Callable[[list[float], list[int]], list[float]]) -> list[list[float]]:
     """`rule(rewards, lengths)` of each group, spread."""
-    rewards = [sum(row) for row in trajectories(batch, batch.rewards_N)]
+    rewards = batch.totals_B.tolist()
+    np.testing.assert_allclose(
+        rewards, [sum(row) for row in trajectories(batch, batch.rewards_N)], rtol=1e-7, atol=1e-6
+    )
     lengths = [int(sum(row)) for row in trajectories(batch, batch.response_mask_N)]
     numbers: dict[int, float] = {}
     for members in groups_of(batch):
