@@ -15,6 +15,7 @@ from typing import Any
 from rolecall.checkpoint.manifest import Committed, RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.config_file import read_tree
+from rolecall.data.tokenizer import NAMED_TEMPLATES
 from rolecall.disk import replace_text
 from rolecall.errors import ConfigError, NotFoundError
 from rolecall.settings import LoraSection, RunSettings, SftSettings
@@ -24,14 +25,7 @@ FILE = "identity.json"
 STATE = "identity"
 """Key of the table in a checkpoint's state."""
 _NUM_PARTS, _PART_BYTES = 64, 64 * 2**10
-_MODEL_FILES = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-    "*.safetensors",
-)
+_MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "*.safetensors")
 
 
 @dataclass(frozen=True)
@@ -48,6 +42,11 @@ class Fixed:
 _OF_BOTH = (
     Fixed("run.seed", "the order of the data derives from it", lambda settings: settings.run.seed),
     Fixed("model.path", "the checkpoints are of this model", lambda settings: _of_model(settings.model.path)),
+    Fixed(
+        "model.path/additional_chat_templates",
+        "they say how tools and conversations are shown",
+        lambda settings: [_of_file(file) for file in sorted(settings.model.path.glob(NAMED_TEMPLATES))],
+    ),
     Fixed("data.train", "the place in the data is a number of rows", lambda settings: _of_files(settings.data.train)),
     Fixed("data.prompt_field", "it says what the prompts are", lambda settings: settings.data.prompt_field),
     Fixed("data.system_prompt", "it says what the prompts are", lambda settings: settings.data.system_prompt),

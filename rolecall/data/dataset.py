@@ -6,6 +6,7 @@ order of prompts and their rendering are the controller's.
 """
 
 import json
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,10 +33,12 @@ MAX_DEPTH = 24
 """Lists and objects in each other in a field of a prompt: protobuf reads messages 100 deep, and an object takes three.
 """
 
+logger = logging.getLogger(__name__)
+
 _OF_CONVERSATIONS = ("tool_calls", "reasoning_content")
 """Fields of a message that are shown in conversations alone (conversations.py)."""
-_JSON_LINES = (".jsonl", ".json", ".ndjson", "")
-"""Ends of the names of files that are read as a JSON object a line."""
+_OTHERS = (".gz", ".bz2", ".xz", ".zst", ".zip", ".csv", ".tsv", ".arrow", ".feather")
+"""Ends of the names of files that are neither JSON lines nor parquet."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,18 @@ def load_prompts(
     scorers elsewhere need is theirs to say. A teacher must be there for every prompt that is trained on with
     `distillation`.
     """
+    left_out: set[str] = set()
     prompts = [
-        _parse(row, where, line if place == 1 else f"{place}:{line}", data, reward)
+        _parse(row, where, line if place == 1 else f"{place}:{line}", data, reward, left_out)
         for place, line, where, row in rows_of(files, "data.train and evaluation.sets.*.path")
     ]
+    for name in sorted(left_out):
+        logger.warning(
+            "field %r of %s: whole numbers that a float64 rounds, as messages hold them, are left out of the metadata; "
+            "write them as text if a scorer reads them",
+            name,
+            ", ".join(map(str, (files,) if isinstance(files, Path) else files)),
+        )
     seen: dict[str, str] = {}
     for prompt in prompts:
         if prompt.uid in seen:
@@ -132,10 +143,10 @@ def read_rows(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]:
         state = "is a folder" if path.is_dir() else "does not exist"
         raise ConfigError(f"the dataset {path} {state}; give {setting} a .jsonl or .parquet file")
     kind = path.suffix.lower()
-    if kind != ".parquet" and kind not in _JSON_LINES:
+    if kind in _OTHERS:
         raise ConfigError(
-            f"the dataset {path} is named {kind}, and JSON lines (.jsonl, .json, .ndjson) and .parquet are read; "
-            f"unpack or convert it, or rename it where it is one of them, and give that to {setting}"
+            f"the dataset {path} is named {kind}, and JSON lines and .parquet are read; unpack or convert it, and give "
+            f"that to {setting}"
         )
     try:
         yield from _parquet_rows(path) if kind == ".parquet" else _json_rows(path)
@@ -191,7 +202,10 @@ def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
     return found
 
 
-def _parse(row: dict[str, Any], where: str, default_uid: str, data: DataSection, reward: RewardSection) -> RawPrompt:
+def _parse(
+    row: dict[str, Any], where: str, default_uid: str, data: DataSection, reward: RewardSection, left_out: set[str]
+) -> RawPrompt:
+    """The prompt of a row; fields that no message holds as they are are added to `left_out`."""
     if data.prompt_field not in row:
         raise ConfigError(
             f"{where}: no field {data.prompt_field!r} (fields: {sorted(row)}); set data.prompt_field or mend the line"
@@ -205,8 +219,11 @@ def _parse(row: dict[str, Any], where: str, default_uid: str, data: DataSection,
         if isinstance(part.scorer, CodeScorer) and isinstance(tests := metadata.get(part.scorer.tests), Mapping):
             # as text: a message knows float64 alone, and calls are made with the numbers that were written
             metadata[part.scorer.tests] = json.dumps(tests, default=str)
-    for name, value in metadata.items():
+    for name, value in list(metadata.items()):
         _check_carried(value, f"{where}, field {name!r}")
+        if _is_rounded(value):
+            left_out.add(name)
+            del metadata[name]
     truths = _ground_truths(row, where, data, _comparing(reward, metadata, where))
     return RawPrompt(_uid(row, where, default_uid), messages, truths[0] if truths else "", metadata, where, truths[1:])
 
@@ -218,11 +235,15 @@ def _check_carried(value: object, field: str, depth: int = 0) -> None:
             raise ConfigError(f"{field}: nested more than {MAX_DEPTH} deep; flatten it, or write it as text")
         for item in value.values() if isinstance(value, Mapping) else value:
             _check_carried(item, field, depth + 1)
-    elif isinstance(value, int | float) and not (abs(value) <= sys.float_info.max and float(value) == value):
-        raise ConfigError(
-            f"{field}: a number that no message holds, as NaN, one beyond a float64 or a whole one that it rounds; "
-            "write text"
-        )
+    elif isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+        raise ConfigError(f"{field}: a number that no message holds, as NaN or one beyond a float64; write text")
+
+
+def _is_rounded(value: object) -> bool:
+    """Whether there is a whole number in `value` that a float64 rounds."""
+    if isinstance(value, Mapping | list | tuple):
+        return any(map(_is_rounded, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, int) and float(value) != value
 
 
 def _comparing(reward: RewardSection, metadata: Mapping[str, Any], where: str) -> str | None:

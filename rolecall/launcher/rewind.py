@@ -27,7 +27,7 @@ def rewind(run: str, step: int, out: TextIO) -> int:
     """Makes the checkpoint of `step` the newest of the run that `run` names (its directory or configuration); returns
     the exit code. CheckpointMissingError names those that there are; RunLockedError while a launcher works there.
     """
-    section = run_section_of(Path(run))
+    section = run_section_of(Path(run), owns_checkpoints=True)
     with run_lock(section.dir) if section.dir.is_dir() else nullcontext():
         return _rewind(section, step, out)
 

@@ -7,7 +7,7 @@ receives it. Knows no gRPC and no torch, so that a scorer's worker process start
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeAlias
@@ -249,7 +249,9 @@ def chunked(items: Sequence[reward_pb2.ScoreItem], num_items: int) -> list[list[
 
 def _is_row(answers: Any) -> bool:
     """Whether what a function of many returned has an order that it meant: a dict has keys, a set its hashes'."""
-    return (isinstance(answers, Sequence) and not isinstance(answers, str | bytes)) or np.ndim(answers) == 1
+    if isinstance(answers, Sequence | ValuesView):
+        return not isinstance(answers, str | bytes)
+    return np.ndim(answers) == 1
 
 
 def _checked(item: reward_pb2.ScoreItem, answer: object, spec: reward_pb2.DescribeResponse) -> reward_pb2.ScoreResult:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolecall.settings.section import Section
-from rolecall.settings.services import GPU_STEP_TOKENS
 from rolecall.settings.trainers import TrainerSection
 
 if TYPE_CHECKING:
@@ -36,6 +35,8 @@ FILE_BYTES_PER_PARAMETER = 2
 """Bytes per parameter in a model directory. A float32 one is taken for twice the parameters."""
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """Master weight and two moments."""
+PREFILL_TOKENS = 8192
+"""Prompt tokens of one step of the sampler, at the least: an engine that is given more keeps its bound."""
 PROBED_TOKENS = 2 * 256
 """Tokens of a publish's probe, which each side computes twice (services/controller/publish/probe.py)."""
 GPU_START_S = 900.0
@@ -116,7 +117,7 @@ class _Derivation:
         self._controller(publish_s)
         self._calls()
         on, base_s = ("GPUs", GPU_ROLLOUT_HANG_S) if self._uses_gpus else ("CPUs", 0.0)
-        step_tokens = max(GPU_STEP_TOKENS, settings.rollout.step_tokens(settings.longest_trajectory))
+        step_tokens = max(PREFILL_TOKENS, settings.rollout.step_tokens(settings.longest_trajectory))
         prefill_s = 2 * self._bytes[settings.model.path] / FILE_BYTES_PER_PARAMETER * step_tokens / FLOPS_PER_S[on]
         self._say(
             settings.rollout,

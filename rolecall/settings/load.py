@@ -1,5 +1,6 @@
 """Loads settings from a file, overrides and the environment; says what may be meant by one that does not exist."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -77,10 +78,16 @@ def settings_of_run(run: Path) -> RunSettings:
     return settings.model_copy(update={"run": _at_home(settings.run, run)})
 
 
-def run_section_of(run: Path) -> RunSection | SftRunSection:
-    """The section `run` of a run or of `rolecall sft`, as `settings_of_run` has it."""
+def run_section_of(run: Path, *, owns_checkpoints: bool = False) -> RunSection | SftRunSection:
+    """The section `run` of a run or of `rolecall sft`, as `settings_of_run` has it. ConfigError where it is to own its
+    checkpoints, and is a copy of a run that is here, with the same ones.
+    """
     file = config_of(run)
-    return _at_home(load_sft_settings(file).run if _is_of_sft(read_tree(file)) else load_settings(file).run, run)
+    said = load_sft_settings(file).run if _is_of_sft(read_tree(file)) else load_settings(file).run
+    section = _at_home(said, run)
+    if owns_checkpoints and section.checkpoints == said.checkpoints:
+        require_no_copy(run, said)
+    return section
 
 
 def require_home(run: Path, section: JobSection) -> None:
@@ -98,7 +105,7 @@ def require_home(run: Path, section: JobSection) -> None:
 def require_no_copy(run: Path, section: JobSection) -> None:
     """ConfigError when `run` is the folder of a run, or the configuration in it, and a copy of another that is here."""
     home = _home_of(run)
-    if home is not None and section.dir.is_dir() and not _is_same(section.dir, home):
+    if home is not None and os.path.isdir(section.dir) and not _is_same(section.dir, home):
         raise ConfigError(
             f"{home} is a copy of the run in {section.dir}, whose controller and checkpoints it names; name that, or "
             f"edit run.dir, run.checkpoint_url and controller.address in {config_of(run)}"
@@ -106,7 +113,7 @@ def require_no_copy(run: Path, section: JobSection) -> None:
 
 
 def _at_home(section: _Job, run: Path) -> _Job:
-    """`section` with its folder where that lies now. ConfigError for a copy whose checkpoints are the original's."""
+    """`section` with its folder, and checkpoints beneath it, where they lie now."""
     home, url = _home_of(run), section.checkpoint_url
     if home is None or _is_same(section.dir, home):
         return section
@@ -114,21 +121,18 @@ def _at_home(section: _Job, run: Path) -> _Job:
         folder = Path(url.removeprefix("file://"))
         if folder.is_relative_to(section.dir):
             url = str(home / folder.relative_to(section.dir))
-        else:
-            require_no_copy(run, section)
     return section.model_copy(update={"dir": home, "checkpoint_url": url})
 
 
 def _home_of(run: Path) -> Path | None:
     """The folder of the run that `run` names; None for a configuration that lies elsewhere."""
-    if run.is_dir():
-        return run.absolute()
-    is_in_it = run.name == CONFIG and (run.parent / _OF_A_RUN).is_file()
-    return run.absolute().parent if is_in_it else None
+    folder = run if run.is_dir() else run.parent if run.name == CONFIG else None
+    return folder.absolute() if folder is not None and (folder / _OF_A_RUN).is_file() else None
 
 
 def _is_same(folder: Path, home: Path) -> bool:
-    return folder.is_dir() and folder.samefile(home)
+    """Whether both are one; a folder that this user may not see is another."""
+    return os.path.isdir(folder) and folder.samefile(home)
 
 
 def _is_of_sft(tree: dict[str, Any]) -> bool:

@@ -1,5 +1,6 @@
 """Sections of the reward: scorers, the components that use them, the service."""
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -266,7 +267,7 @@ TAKEN = frozenset({"mean", "std_in_group", "max", "min", "accuracy", "greedy", "
 
 def taken_names(names: Iterable[str]) -> list[str]:
     """Returns those of `names` that no component of the whole reward can have, for metrics are called so."""
-    return sorted(name for name in names if name in TAKEN or "@" in name)  # mean@1, pass@8
+    return sorted(name for name in names if name in TAKEN or re.fullmatch(r"(mean|pass|maj)@[0-9]+", name))
 
 
 class RewardComponent(Section):

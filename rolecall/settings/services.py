@@ -28,10 +28,10 @@ PROBE_ROOM = 512
 
 CPU_CACHE_BYTES = 2**30
 """KV cache of a worker on CPUs when rollout.kv_cache_bytes is absent."""
-GPU_STEP_TOKENS = 8192
-"""Tokens that an engine on GPUs computes in one step, unless rollout.engine says otherwise."""
-CPU_STEP_TOKENS = 2048
-"""Tokens that an engine on CPUs computes in one step at the least."""
+STEP_TOKENS = 2048
+"""Tokens that an engine computes in one step at the least, unless rollout.engine says otherwise: vLLM's own for engines
+that it knows no use of.
+"""
 
 
 class RolloutSection(Section):
@@ -107,7 +107,7 @@ class RolloutSection(Section):
         given = self.engine.get("max_num_batched_tokens")
         if isinstance(given, int):
             return given
-        least = GPU_STEP_TOKENS if self.devices else max(CPU_STEP_TOKENS, longest)
+        least = STEP_TOKENS if self.devices else max(STEP_TOKENS, longest)
         return min(max(least, self.max_num_seqs + PROBE_ROOM), (self.max_num_seqs + 1) * longest)
 
     @property

@@ -431,6 +431,7 @@ async def test_a_whole_reward_whose_component_is_called_as_a_metric_is_refused_a
 ) -> None:
     liar = Liar()
     liar.spec.components.add(name=name, min=0, max=1)
+    liar.spec.components.add(name="recall@5")
     async with serving(liar) as address:
         client, channel = open_client(RewardSection(address=address), address, RpcSection())
         with pytest.raises(ScorerError, match=rf"components \['{name}'\].*rename"):
@@ -438,7 +439,11 @@ async def test_a_whole_reward_whose_component_is_called_as_a_metric_is_refused_a
         await channel.close()
         service = await start_service(there={"scorer": {"kind": "external", "address": address}})
         async with client_of(service) as client:
-            assert [part.name for part in (await client.describe()).components] == ["there", f"there/{name}"]
+            components = [part.name for part in (await client.describe()).components]
+        assert components == ["there", f"there/{name}", "there/recall@5"]
+        client, channel = open_client(RewardSection(address=service), service, RpcSection())
+        assert await client.describe()
+        await channel.close()
 
 
 async def test_a_batch_of_tiny_items_is_scored_in_milliseconds(start_service: StartService) -> None:

@@ -302,6 +302,7 @@ def heard(folder: Path, text: str, tool: Tool = ADD, read: ReadCalls = read) -> 
         (THINKS, call(a=1, b=1), []),
         (f"{THINKS}\n</think>\n\n", call(a=1, b=1), [1]),
         ("<|im_start|>user\n<think><|im_end|>\n" + ASKS, call(a=1, b=1), [1]),
+        (ASKS, f"I use <think> tags. {call(a=1, b=1)}", [1]),
     ],
 )
 def test_what_is_thought_calls_nothing(folder: Path, prompt: str, text: str, sums: list[int]) -> None:
@@ -311,8 +312,10 @@ def test_what_is_thought_calls_nothing(folder: Path, prompt: str, text: str, sum
 
 
 def test_arguments_may_speak_of_thinking(folder: Path) -> None:
-    found = heard_of(folder, call(text="<think>"), Tool("add", "", {"type": "object"}))
-    assert [json.loads(each.arguments) for each in found.calls] == [{"text": "<think>"}]
+    for text in ("<think>", "split at </think> here"):
+        for before in ("", "<think>\nhm\n</think>\n\n"):
+            found = heard_of(folder, before + call(text=text), Tool("add", "", {"type": "object"}))
+            assert [json.loads(each.arguments) for each in found.calls] == [{"text": text}]
 
 
 def test_a_turn_is_shown_again_with_its_thoughts(tmp_path: Path) -> None:

@@ -293,7 +293,7 @@ async def test_a_replica_that_is_added_behind_the_name_is_called_and_no_call_end
     target = f"dns://127.0.0.1:{transport.get_extra_info('sockname')[1]}/reward.test:{port}"
     often = ("grpc.dns_min_time_between_resolutions_ms", 100)  # 30 s otherwise
     # no method is repeated by itself: a call that is lost is seen
-    options = [*channel_options([], loopback=False), often]
+    options = [*channel_options([], loopback=False), often, ("grpc.enable_http_proxy", 0)]
     async with AsyncExitStack() as replicas, grpc.aio.insecure_channel(target, options) as channel:
         replicas.callback(transport.close)
         first = await replicas.enter_async_context(counting(may_answer, "127.0.0.1", port))

@@ -138,7 +138,7 @@ def test_a_host_of_the_weight_channel_must_be_here_where_the_actor_is(config: Pa
         ("1" * 5000, "line 2: a whole number has more than 4300 digits; shorten it, or write it as text"),
         ("[" * 10_000 + "]" * 10_000, "line 2: lists or objects are nested too deep to be read; shorten it"),
         ("1" * 400, "line 2, field 'x': a number that no message holds"),
-        ("[1, NaN]", "line 2, field 'x': a number that no message holds, as NaN, one beyond a float64"),
+        ("[1, NaN]", "line 2, field 'x': a number that no message holds, as NaN or one beyond a float64; write text"),
         ("[" * 25 + "]" * 25, "line 2, field 'x': nested more than 24 deep; flatten it, or write it as text"),
     ],
     ids=["digits", "deep", "number", "no number", "fields"],

@@ -80,7 +80,6 @@ def write(path: Path, *rows: object) -> Path:
             {"prompt": [{"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}]},
             "line 2, field 'prompt': a message has reasoning_content, which",
         ),
-        ({"prompt": "hi", "x": [2**53 + 1]}, "line 2, field 'x': a number that no message holds"),
         ({"prompt": "hi", "x": math.nan}, "line 2, field 'x': a number that no message holds"),
         ({"prompt": "hi", "x": 10**400}, "line 2, field 'x': a number that no message holds"),
         ('{"prompt": "a", "prompt": "b"}', "line 2: the field 'prompt' is there twice; remove one"),
@@ -179,14 +178,26 @@ def test_what_is_no_parquet_and_what_is_no_file_are_named(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["p.jsonl.gz", "p.arrow", "p.csv"])
 def test_a_file_of_another_kind_is_named_with_those_that_are_read(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, b"\x1f\x8b\xff")
-    with pytest.raises(ConfigError, match=r"is named \.(gz|arrow|csv), and JSON lines .* and \.parquet are read"):
+    with pytest.raises(ConfigError, match=r"is named \.(gz|arrow|csv), and JSON lines and \.parquet are read"):
         load_prompts(path, data_section(path), ELSEWHERE)
+
+
+def test_whole_numbers_that_would_be_rounded_are_left_out_and_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "hi", "x": [2**53 + 1], "y": 1}, {"prompt": "ho", "x": 12345678901234567890, "y": 2}]
+    path = write(tmp_path / "p.jsonl", *rows)
+    prompts = load_prompts(path, data_section(path), ELSEWHERE)
+    assert [prompt.metadata for prompt in prompts] == [{"y": 1}, {"y": 2}]
+    (record,) = caplog.records
+    assert record.message.startswith(f"field 'x' of {path}: whole numbers that a float64 rounds")
 
 
 def test_kinds_are_read_whatever_the_case_of_their_names(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "hi"}]), tmp_path / "p.PARQUET")
-    write(tmp_path / "p.JSONL", {"prompt": "hi"})
-    for name in ("p.PARQUET", "p.JSONL"):
+    for name in ("p.JSONL", "gsm8k.train", "p"):
+        write(tmp_path / name, {"prompt": "hi"})
+    for name in ("p.PARQUET", "p.JSONL", "gsm8k.train", "p"):
         (prompt,) = load_prompts(tmp_path / name, data_section(tmp_path), ELSEWHERE)
         assert prompt.messages == (("user", "hi"),)
 

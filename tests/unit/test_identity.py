@@ -91,6 +91,21 @@ def test_another_model_is_refused_also_at_the_same_place_and_the_same_one_may_mo
         settle(begin())
 
 
+def test_another_template_for_tools_is_refused_where_the_release_that_began_kept_them(
+    begin: MakeSettings, tmp_path: Path
+) -> None:
+    settings, file = begin(), tmp_path / "run" / "identity.json"
+    named = tmp_path / "model" / "additional_chat_templates" / "tool_use.jinja"
+    named.parent.mkdir()
+    named.write_text("tools")
+    with pytest.raises(ConfigError, match=r"another model\.path/additional_chat_templates"):
+        settle(settings)
+    kept = json.loads(file.read_text())
+    del kept["model.path/additional_chat_templates"]
+    file.write_text(json.dumps(kept))
+    settle(settings)
+
+
 def test_everything_that_changed_is_named_at_once(begin: MakeSettings, tmp_path: Path) -> None:
     write_data(tmp_path, DATA[:1])
     with pytest.raises(ConfigError, match=r"another data\.train \(.*\), another sampling\.num_responses \("):

@@ -256,7 +256,7 @@ def test_a_step_has_room_for_all_responses_and_the_probe(tmp_path: Path) -> None
         return configure(run, "rollout-0", range(2)).step_tokens
 
     assert (step_tokens(), step_tokens(longest=4000)) == (2048, 4000), "on CPUs no prompt is cut"
-    assert (step_tokens(devices=[[0]]), step_tokens(longest=10000, devices=[[0]])) == (8192, 8192)
+    assert (step_tokens(devices=[[0]]), step_tokens(longest=10000, devices=[[0]])) == (2048, 2048)
     assert step_tokens(max_num_seqs=5000) == 5000 + PROBE_ROOM
     assert step_tokens(max_num_seqs=10000, devices=[[0]]) == 10000 + PROBE_ROOM
     assert step_tokens(max_num_seqs=1, devices=[[0]]) == 2 * 128, "the response and the probe, whole"

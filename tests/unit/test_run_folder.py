@@ -3,6 +3,7 @@
 """
 
 import io
+import os
 import shutil
 from pathlib import Path
 
@@ -70,6 +71,7 @@ def test_checkpoints_beneath_the_folder_move_with_it_and_others_are_the_original
     shutil.copytree(original, tmp_path / "other")
     with pytest.raises(ConfigError, match=f"{tmp_path}/other is a copy of the run in {original}"):
         rewind(str(tmp_path / "other"), 3, io.StringIO())
+    assert settings_of_run(tmp_path / "other").run.checkpoints == str(tmp_path / "elsewhere"), "reading is no harm"
     shutil.rmtree(original)
     assert settings_of_run(tmp_path / "other").run.checkpoints == str(tmp_path / "elsewhere")
 
@@ -83,6 +85,24 @@ def test_a_copy_does_not_steer_the_original(tmp_path: Path, command: str) -> Non
     assert find(str(original)).directory == original
     shutil.move(original, tmp_path / "moved")
     assert find(str(tmp_path / "moved")).directory == tmp_path / "moved"
+
+
+def test_a_folder_with_a_file_of_ones_own_names_the_run_that_was_started_from_it(tmp_path: Path) -> None:
+    settings = started(tmp_path)
+    (tmp_path / "config.yaml").write_text((settings.run.dir / "config.yaml").read_text())
+    assert settings_of_run(tmp_path).run.dir == settings.run.dir
+    assert find(str(tmp_path)).directory == settings.run.dir
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root sees every folder")
+def test_a_folder_that_this_user_may_not_see_is_another(tmp_path: Path) -> None:
+    original = started(tmp_path / "hidden").run.dir
+    shutil.copytree(original, tmp_path / "seen")
+    (tmp_path / "hidden").chmod(0)
+    try:
+        assert settings_of_run(tmp_path / "seen").run.dir == tmp_path / "seen"
+    finally:
+        (tmp_path / "hidden").chmod(0o700)
 
 
 @pytest.mark.parametrize("command", ["check", "train"])

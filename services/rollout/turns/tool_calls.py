@@ -117,10 +117,11 @@ class SessionCalls:
 
     def _said(self, prompt: Sequence[int], text: str) -> str:
         """The part of a turn behind its thinking; empty where that was never closed."""
-        _, is_closed, said = text.rpartition(CLOSES)
-        before_call = said if self._marker is None else said.partition(self._marker)[0]
-        is_opened = self._tokenizer.spell(prompt[-_TAIL_TOKENS:]).rstrip().endswith(OPENS)
-        return "" if OPENS in before_call or (is_opened and not is_closed) else said
+        thinks = self._tokenizer.spell(prompt[-_TAIL_TOKENS:]).rstrip().endswith(OPENS)
+        while thinks or text.lstrip().startswith(OPENS):
+            thinks = False
+            _, _, text = text.partition(CLOSES)
+        return text
 
     def _problem(self, name: str, arguments: str) -> str:
         """Returns what the policy is told of a call that no tool can take; empty for one that can be taken."""
