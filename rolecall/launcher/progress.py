@@ -49,8 +49,8 @@ LONG_WAIT_S = 15.0
 It must also be longer than twice the longest of the _NUM_WAITS before, for large models take their time.
 """
 
-_NUM_WAITS = 50
-"""Waits of some ten steps, after which one that was long for a reason is forgotten."""
+_NUM_WAITS = 1000
+"""Waits of some two hundred steps, after which one that was long for a reason is forgotten."""
 
 TROUBLE_S = 5.0
 """Trouble that lasts this long is worth a line, LONG_WAIT_S while the roles start: a limit of a scorer's rate comes and

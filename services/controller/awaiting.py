@@ -80,7 +80,7 @@ class NextBatches:
                 if has_stalled and not groups.done():
                     self.end.call(self._stalled(step))
                     return None
-                if sealed is None and self._ends_now():
+                if sealed is None and self._ends_now(is_ready=groups.done()):
                     return None
                 if groups.done():
                     return NextBatch(groups.result(), sealed)
@@ -109,15 +109,15 @@ class NextBatches:
             f"rollouts: {[rollout.consumer + ' ' + rollout.phase for rollout in self.fleet.rollouts()]}"
         )
 
-    def _ends_now(self) -> bool:
+    def _ends_now(self, *, is_ready: bool) -> bool:
         """Whether the batch that is awaited is not to be trained any more: a budget is spent, or a stop was asked for
-        and nobody samples or scores, or too few groups are left for it: nothing is admitted any more, in place of
-        those that filters drop either.
+        and nobody samples, or scores what is not ready, or too few groups are left for it: nothing is admitted any
+        more, in place of those that filters drop either.
         """
         if self.end.error is not None or not self.board.stop_requested:
             return self.end.error is not None
         is_lost = any(self.fleet.is_lost(name) for name in ("reward", *self.settings.references))
-        scorer_gone = is_lost or bool(self.reward.trouble)
+        scorer_gone = is_lost or bool(self.reward.trouble and not is_ready)
         too_few = self.assembly.num_live < self.settings.algorithm.groups_per_batch
         return scorer_gone or too_few or not self.fleet.rollouts()
 

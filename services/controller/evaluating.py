@@ -51,7 +51,10 @@ class Evaluations:
         board, task = self._parts.board, self._under_way
         try:
             while not task.done():
-                board.wait_for(f"the evaluation of {task.get_name()}", "evaluating")
+                if self._parts.evaluation.lacks_rollouts:
+                    board.wait_for(f"rollouts, for the evaluation of {task.get_name()}", "waiting_rollouts")
+                else:
+                    board.wait_for(f"the evaluation of {task.get_name()}", "evaluating")
                 if self._is_ending or (bring is None and self._parts.evaluation.lacks_rollouts):
                     why = "the run is to end" if self._is_ending else "no rollout is left that holds its weights"
                     logger.warning("the evaluation of %s is left out: %s", task.get_name(), why)
@@ -80,8 +83,9 @@ class Evaluations:
         parts = self._parts
         try:
             metrics, samples = await parts.evaluation.run(step, self._version)
-        except TimeoutError:
-            logger.warning("the evaluation of step %d took longer than its deadline and is left out", step)
+        except TimeoutError as error:
+            why = str(error) or "it took longer than its deadline"
+            logger.warning("the evaluation of step %d is left out: %s", step, why)
             return
         await parts.threads.call(parts.trackers.log, step, metrics.values())
         await parts.threads.call(parts.trackers.keep_samples, step, samples)

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import stdev
 from typing import Any
@@ -42,6 +43,8 @@ LEAST_S = 600.0
 """Seconds that any evaluation gets."""
 ROUNDS = 3
 """Most times that the rollouts which hold the weights are asked for what nobody has answered."""
+TRIES = 3
+"""Most times that what is not scored is asked for while others are."""
 PAUSE_S = 2.0
 """Pause before items are scored again whose scorer was away, and between two looks for a rollout with the weights."""
 
@@ -83,7 +86,18 @@ class _Response:
 
 
 @dataclass(frozen=True)
-class _Patience:
+class _Unscored:
+    """Responses that are to be scored in one call."""
+
+    items: Sequence[reward_pb2.ScoreItem]
+    num_failed: int = 0
+    """Times that none of them was scored, though others were since they failed first."""
+    num_scored: float = math.inf
+    """Responses that had been scored before they failed first."""
+
+
+@dataclass(frozen=True)
+class Patience:
     """The time that an evaluation has. While people pause the run it stands still: they may have taken roles away."""
 
     board: RunBoard
@@ -138,7 +152,7 @@ class Evaluation:
         timeout_s = self.timeout_s
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                patience = _Patience(self._board, timeout_s, limit)
+                patience = Patience(self._board, timeout_s, limit)
                 for held_out in self._sets:
                     started = time.monotonic()
                     responses = await self._generate(held_out, step, version, patience)
@@ -162,7 +176,7 @@ class Evaluation:
         ]
 
     async def _generate(
-        self, held_out: HeldOutSet, step: int, version: Callable[[], int], patience: _Patience
+        self, held_out: HeldOutSet, step: int, version: Callable[[], int], patience: Patience
     ) -> list[_Response]:
         queue = list(enumerate(held_out.prompts))[::-1]
         results: dict[int, list[_Response]] = {}
@@ -179,27 +193,38 @@ class Evaluation:
                     ]
                 except UnavailableError as error:
                     logger.warning("%s breaks off in an evaluation: %s", rollout.consumer, error)
+                    broke_at[rollout] = time.monotonic()
                     queue.insert(0, (index, prompt))  # behind all others
                     return
                 except RoleCallError as error:
                     logger.warning("evaluation prompt %s failed on %s: %s", request.id, rollout.consumer, error)
 
-        num_rounds = 0
+        num_rounds, broke_at = 0, dict[Rollout, float]()
         while queue and num_rounds < ROUNDS:
-            if num_rounds:  # one broke off when the others had nothing to do any more: whether it lives is known then
+            if num_rounds:  # one broke off when the others had nothing to do any more
                 await patience.wait(self._settings.controller.lease_s)
-            holders = await self._holders(version, patience)
+            holders = await self._holders(version, patience, broke_at)
             await asyncio.gather(*(work(rollout, version()) for rollout in holders for _ in range(width)))
             num_rounds += 1
         return [response for index in sorted(results) for response in results[index]]
 
-    async def _holders(self, version: Callable[[], int], patience: _Patience) -> list[Rollout]:
-        """The living rollouts that hold the weights, once there are any."""
-        while not (holders := [rollout for rollout in self._fleet.rollouts() if rollout.policy_version == version()]):
-            self.lacks_rollouts = True
+    async def _holders(
+        self, version: Callable[[], int], patience: Patience, broke_at: Mapping[Rollout, float]
+    ) -> list[Rollout]:
+        """The rollouts that hold the weights and were heard since they broke off, once there are any. TimeoutError
+        after controller.stall_timeout_s without one that holds them.
+        """
+        lacking_since = math.inf
+        while True:
+            living = [rollout for rollout in self._fleet.rollouts() if rollout.policy_version == version()]
+            self.lacks_rollouts = not living
+            if holders := [rollout for rollout in living if rollout.last_seen > broke_at.get(rollout, -math.inf)]:
+                return holders
+            now = time.monotonic()
+            lacking_since = math.inf if living or self._board.paused else min(lacking_since, now)
+            if now - lacking_since > self._settings.controller.stall_timeout_s:
+                raise TimeoutError("no rollout has held its weights for controller.stall_timeout_s")
             await patience.wait(PAUSE_S)
-        self.lacks_rollouts = False
-        return holders
 
     def _width(self, held_out: HeldOutSet) -> int:
         """Prompts that a rollout is asked at a time."""
@@ -230,17 +255,30 @@ class Evaluation:
             policy_version=policy_version,
         )
 
-    async def _score(self, responses: Sequence[_Response], patience: _Patience) -> dict[str, Score]:
+    async def _score(self, responses: Sequence[_Response], patience: Patience) -> dict[str, Score]:
         """The scores by item. A scorer that is away is asked again, as for a group that is trained on, with all of a
-        prompt's responses.
+        prompt's responses; in halves, so that those of one prompt that are never scored stand alone at last. They are
+        given up when they failed TRIES times since others were scored.
         """
         items = [score_item(response.answer.meta, _token_ids(response)) for response in responses]
         scored: dict[str, Score] = {}
-        for chunk in chunked(items, SCORE_CHUNK):
-            while away := await self._score_chunk(chunk, scored):
-                logger.debug("%d held-out responses cannot be scored at present, trying again", len(away))
-                await patience.wait(PAUSE_S)
-                chunk = away
+        left = deque(_Unscored(chunk) for chunk in chunked(items, SCORE_CHUNK))
+        while left:
+            asked, num_before = left.popleft(), len(scored)
+            away = await self._score_chunk(asked.items, scored)
+            if not away:
+                continue
+            num_scored = min(asked.num_scored, num_before)
+            is_stuck = len(scored) == num_before > num_scored
+            groups, num_failed = groups_of(away), asked.num_failed + is_stuck
+            if num_failed == TRIES:
+                logger.warning("%d held-out responses are not scored, though others are", len(away))
+                continue
+            logger.debug("%d held-out responses cannot be scored at present, trying again", len(away))
+            half = (len(groups) + 1) // 2
+            for part in filter(None, (groups[:half], groups[half:])):
+                left.append(_Unscored([away[place] for group in part for place in group], num_failed, num_scored))
+            await patience.wait(PAUSE_S)
         return scored
 
     async def _score_chunk(

@@ -500,14 +500,14 @@ async def test_a_loop_that_is_abandoned_while_it_renders_loses_no_prompt(light_r
 
 
 async def test_prompts_that_are_passed_over_for_longer_than_the_stall_timeout_end_no_run(
-    light_run: LightRun, tmp_path: Path
+    light_run: LightRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [*["1 2 3 4 5 6 7 8 9 " * 10] * 20, *(f"number {i}" for i in range(4))]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    hasty = {"controller": {"stall_timeout_s": 1.0}, "reward": {"timeout_s": 0.2, "max_attempts": 1}}
+    monkeypatch.setattr(awaiting, "_patience_s", lambda settings: 3.0)  # publishes and starts keep their time
     data = {"train": str(tmp_path / "long.jsonl"), "shuffle": False}
-    async with light_run(data=data, run={"num_steps": 1}, **hasty) as run, run.controller() as life:
-        SlowTokenizer(run, each_s=0.25)
+    async with light_run(data=data, run={"num_steps": 1}) as run, run.controller() as life:
+        SlowTokenizer(run, each_s=0.4)
         async with run.rollout("rollout-0"):
             await life.ends()
     assert balance(run) == (4, 4, 0, 0)

@@ -154,7 +154,7 @@ LOCAL = {"actor": {}, "rollout": {"num_replicas": 1}}
             FUNCTION % "broken:score",
             f"{C}.target 'broken:score' cannot be imported: ZeroDivisionError: division by zero; correct the module",
         ),
-        ("rollout.num_replicas=5000", "the roles on CPUs need at least 1,2"),
+        ("rollout.num_replicas=5000", "the roles on CPUs need at least 6,2"),
         (
             "rollout.pipeline_parallel_size=1000",
             "rollout.tensor_parallel_size 1 x pipeline_parallel_size 1000: each worker of a replica needs a core",

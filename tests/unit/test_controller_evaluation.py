@@ -1,6 +1,8 @@
 """Who is asked in an evaluation, who is waited for, and what is counted of the prompts that nobody answered."""
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +16,7 @@ from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.v1 import reward_pb2, rollout_pb2, trajectory_pb2
 from services.controller import evaluation
 from services.controller.board import RunBoard
-from services.controller.evaluation import ROUNDS, Evaluation, HeldOutSet
+from services.controller.evaluation import ROUNDS, TRIES, Evaluation, HeldOutSet, Patience
 from tests.waiting import until
 
 NUM_PROMPTS, NUM_RESPONSES, VERSION = 3, 2, 7
@@ -27,7 +29,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "PAUSE_S", 0.01)
 
 
-@dataclass
+@dataclass(eq=False)
 class Replica:
     """A rollout that holds a version and answers, but for what it fails on."""
 
@@ -37,6 +39,7 @@ class Replica:
     """By the uid of a prompt."""
     asked: list[str] = field(default_factory=list)
     seeds: set[int] = field(default_factory=set)
+    last_seen: float = math.inf
 
     @property
     def stub(self) -> "Replica":
@@ -158,6 +161,19 @@ async def test_a_rollout_that_breaks_off_each_time_is_given_up(make_settings: Ca
     assert values["eval/held/missing"] == NUM_RESPONSES
 
 
+async def test_a_rollout_that_broke_off_is_asked_again_once_it_was_heard(
+    make_settings: Callable[..., RunSettings],
+) -> None:
+    gone = Replica("r.0", failing={"1": UnavailableError("gone")}, last_seen=time.monotonic())
+    running = asyncio.create_task(evaluated(make_settings, gone, settings=one_at_a_time(make_settings)))
+    await until(lambda: "1" in gone.asked)
+    del gone.failing["1"]
+    assert not (await asyncio.wait([running], timeout=2 * LEASE_S))[0]
+    gone.last_seen = math.inf
+    async with asyncio.timeout(60):
+        assert (await running)["eval/held/missing"] == 0
+
+
 async def test_a_prompt_whose_rollout_goes_away_when_the_others_have_done_theirs_is_answered(
     make_settings: Callable[..., RunSettings],
 ) -> None:
@@ -202,7 +218,7 @@ async def test_a_rollout_with_the_weights_is_waited_for_as_long_as_there_is_none
 
 
 class Away(Scorer):
-    """Cannot be reached for the responses to one prompt until it is back, and has no score for one of another's."""
+    """Cannot be reached until it is back, and has no score for one response."""
 
     def __init__(self) -> None:
         self.is_back = False
@@ -210,15 +226,13 @@ class Away(Scorer):
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
         """RewardClient.score."""
+        self.num_refused += not self.is_back
         return [self._outcome(item.id) for item in items]
 
     def _outcome(self, id: str) -> Outcome:
-        if id.endswith("/0/0"):
-            return Failure("SCORER_EXCEPTION", "it has none")
-        if id.endswith("/1/1") and not self.is_back:
-            self.num_refused += 1
+        if not self.is_back:
             return Failure("SCORER_UNAVAILABLE", "it restarts", retryable=True)
-        return Score(1.0)
+        return Failure("SCORER_EXCEPTION", "it has none") if id.endswith("/0/0") else Score(1.0)
 
 
 async def test_a_scorer_that_is_away_is_waited_for_and_what_it_cannot_score_is_missing(
@@ -226,29 +240,53 @@ async def test_a_scorer_that_is_away_is_waited_for_and_what_it_cannot_score_is_m
 ) -> None:
     scorer = Away()
     running = asyncio.create_task(evaluated(make_settings, Replica("r.0"), scorer=scorer))
-    await until(lambda: scorer.num_refused > 3)
+    await until(lambda: scorer.num_refused > 2 * TRIES)
     assert not running.done()
     scorer.is_back = True
     async with asyncio.timeout(60):
         assert (await running)["eval/held/missing"] == 1
 
 
-async def test_the_deadline_stands_still_while_people_pause_the_run(
-    make_settings: Callable[..., RunSettings], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluation, "LEAST_S", 0.0)
-    brief = make_settings(
-        sampling={"max_tokens": 1},
-        rollout={"generation_timeout_s": 1.0},
-        reward={"address": "scorer:1", "timeout_s": 0.1, "max_attempts": 1},
-    )
-    board, scorer = RunBoard(), Away()
+async def test_responses_that_are_never_scored_cost_no_others_theirs(make_settings: Callable[..., RunSettings]) -> None:
+    class Partly(Scorer):
+        num_asked = 0
+
+        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
+            hanging = any(item.id.endswith("/1/1") for item in items)
+            self.num_asked += hanging
+            # a call that one item outlasts gives no scores at all
+            return [Failure("DEADLINE", "late", retryable=True) if hanging else Score(1.0) for _ in items]
+
+    scorer = Partly()
+    values = await evaluated(make_settings, Replica("r.0"), scorer=scorer)
+    assert values["eval/held/missing"] == NUM_RESPONSES, "its own prompt's"
+    assert values["eval/held/accuracy"] == 1.0
+    assert scorer.num_asked == 2 + TRIES, "with all others, with one of them, and then alone"
+
+
+async def test_the_deadline_stands_still_while_people_pause_the_run() -> None:
+    ends: list[float] = []
+
+    class Limit:
+        def reschedule(self, when: float) -> None:
+            ends.append(when)
+
+    board, limit = RunBoard(), Limit()
+    patience = Patience(board, 100.0, limit)  # type: ignore[arg-type]
+    await patience.wait(0.0)
+    assert ends == []
     board.pause()
-    running = asyncio.create_task(evaluated(make_settings, Replica("r.0"), scorer=scorer, board=board, settings=brief))
-    assert not (await asyncio.wait([running], timeout=4.0))[0]
-    board.resume()
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(running, 60)
+    await patience.wait(0.0)
+    (end,) = ends
+    assert end > asyncio.get_running_loop().time() + 50.0
+
+
+async def test_without_a_rollout_for_as_long_as_one_may_take_to_start_it_is_left_out(
+    make_settings: Callable[..., RunSettings],
+) -> None:
+    settings = make_settings(controller={"lease_s": LEASE_S, "stall_timeout_s": 0.1})
+    with pytest.raises(TimeoutError, match="no rollout has held its weights"):
+        await asyncio.wait_for(evaluated(make_settings, settings=settings), 60)
 
 
 def test_an_evaluation_gets_the_time_of_all_prompts_of_all_its_sets(make_settings: Callable[..., RunSettings]) -> None:

@@ -53,12 +53,15 @@ def export(
         for name, data in saved.companions().items():
             (source / name).parent.mkdir(exist_ok=True)
             (source / name).write_bytes(data)
-        _describe(source / "config.json", dtype or saved.dtype)
+
+        def written(tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+            _describe(source / "config.json", dtype or saved.dtype)
+            return write_model(path, source, tensors, progressed=progressed)
+
         section = saved.lora
         if section is None:
             conversion = Conversion(build_model(source, saved.head, torch.float32).hf)
-            tensors = _whole(saved, conversion, wanted)
-            return write_model(path, source, tensors, progressed=progressed)
+            return written(_whole(saved, conversion, wanted))
         directory = base or saved.source
         base_files = ModelFiles(directory)
         if lora.base_digest(base_files, section) != saved.base_digest:
@@ -66,7 +69,7 @@ def export(
                 f"{directory} is not the model that the adapters in {storage.url} were trained beside; name that "
                 "one as the base"
             )
-        num_bytes = write_model(path, source, _merged(saved, base_files, section, wanted), progressed=progressed)
+        num_bytes = written(_merged(saved, base_files, section, wanted))
         adapter = ((lora.peft_name(name), saved.tensor(name)) for name in saved)
         return num_bytes + lora.write_adapter(path / "adapter", directory, adapter, section, progressed)
 

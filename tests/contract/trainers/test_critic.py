@@ -84,3 +84,11 @@ async def test_nothing_is_explained_of_returns_that_differ_in_their_last_bits(
     returns = np.concatenate([row["returns"][row["loss_mask"] != 0] for row in store.rows.read(batch.rows, COLUMNS)])
     assert np.unique(returns).size > 1
     assert "critic/explained_variance" not in values_of(result)
+
+
+async def test_its_own_number_of_minibatches_comes_before_the_actors(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
+    async with served_critic(make_run(num_minibatches=4), store) as (rig, critic):
+        await train(critic, TrainRequest(ctl=store.ledger.ctl, step=0, digest=batches.sealed(0).digest))
+        assert rig.engine.context.engine.num_updates == 4
