@@ -15,7 +15,6 @@ from typing import Any
 from rolecall.checkpoint.manifest import Committed, RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.config_file import read_tree
-from rolecall.data.tokenizer import NAMED_TEMPLATES
 from rolecall.disk import replace_text
 from rolecall.errors import ConfigError, NotFoundError
 from rolecall.settings import LoraSection, RunSettings, SftSettings
@@ -26,6 +25,7 @@ STATE = "identity"
 """Key of the table in a checkpoint's state."""
 _NUM_PARTS, _PART_BYTES = 64, 64 * 2**10
 _MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "*.safetensors")
+_NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ _OF_BOTH = (
     Fixed(
         "model.path/additional_chat_templates",
         "they say how tools and conversations are shown",
-        lambda settings: [_of_file(file) for file in sorted(settings.model.path.glob(NAMED_TEMPLATES))],
+        lambda settings: [_of_file(file) for file in sorted(settings.model.path.glob(_NAMED_TEMPLATES))],
     ),
     Fixed("data.train", "the place in the data is a number of rows", lambda settings: _of_files(settings.data.train)),
     Fixed("data.prompt_field", "it says what the prompts are", lambda settings: settings.data.prompt_field),
