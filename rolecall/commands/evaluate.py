@@ -29,8 +29,8 @@ _OURS = ("controller", "actor", "rollout")
 
 
 def evaluate(arguments: argparse.Namespace, overrides: list[str], out: TextIO, package: str = "services") -> int:
-    """Evaluates and writes the figures; returns the exit code: 1 when a response has no score. package: where the
-    roles' modules are.
+    """Evaluates and writes the figures; returns the exit code: 1 when a response has no score, or the evaluation was
+    left out. package: where the roles' modules are.
     """
     with contextlib.ExitStack() as stack:
         folder = _new_folder(arguments.out, stack)
@@ -43,6 +43,9 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str], out: TextIO, p
             sys.stderr.write(f"what the evaluation left, its logs too, is in {folder}\n")
             return code
         sets = figures(folder / "metrics.jsonl")
+        if not sets:
+            stack.pop_all()
+            sys.stderr.write(f"the evaluation was left out; {folder}/logs/controller.log says why\n")
     if arguments.json:
         out.write(json.dumps({"model": str(arguments.model), "sets": sets}) + "\n")
     else:

@@ -66,8 +66,8 @@ class RewardServiceStub:
 
     RESOURCE_EXHAUSTED is a rate limit: all calls to the scorer pause, 0.2 s that double to 60 s, shortened at random by up
     to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the
-    same. Only where the status says that a message is too large ("larger than max", "exceeds max") is it EXHAUSTED, not
-    tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
+    same. Only where the status says that a message is too large ("message larger than max", "message exceeds maximum
+    size") is it EXHAUSTED, not tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
     PERMISSION_DENIED or UNIMPLEMENTED, ends it at once.
     """
 
@@ -130,8 +130,8 @@ class RewardServiceServicer:
 
     RESOURCE_EXHAUSTED is a rate limit: all calls to the scorer pause, 0.2 s that double to 60 s, shortened at random by up
     to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the
-    same. Only where the status says that a message is too large ("larger than max", "exceeds max") is it EXHAUSTED, not
-    tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
+    same. Only where the status says that a message is too large ("message larger than max", "message exceeds maximum
+    size") is it EXHAUSTED, not tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
     PERMISSION_DENIED or UNIMPLEMENTED, ends it at once.
     """
 
@@ -150,7 +150,7 @@ class RewardServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """Says what the scorer reads and returns. Asked once per connection and again after a call that failed; only the fields it names are sent. Idempotent.
+        """Says what the scorer reads and returns. Asked once by each client and again after a call that failed; only the fields it names are sent. Idempotent.
         The answer stays the same. [describe.stable]
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -219,8 +219,8 @@ class RewardService:
 
     RESOURCE_EXHAUSTED is a rate limit: all calls to the scorer pause, 0.2 s that double to 60 s, shortened at random by up
     to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the
-    same. Only where the status says that a message is too large ("larger than max", "exceeds max") is it EXHAUSTED, not
-    tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
+    same. Only where the status says that a message is too large ("message larger than max", "message exceeds maximum
+    size") is it EXHAUSTED, not tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
     PERMISSION_DENIED or UNIMPLEMENTED, ends it at once.
     """
 

@@ -53,8 +53,8 @@ class RewardServiceStub:
 
     RESOURCE_EXHAUSTED is a rate limit: all calls to the scorer pause, 0.2 s that double to 60 s, shortened at random by up
     to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the
-    same. Only where the status says that a message is too large ("larger than max", "exceeds max") is it EXHAUSTED, not
-    tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
+    same. Only where the status says that a message is too large ("message larger than max", "message exceeds maximum
+    size") is it EXHAUSTED, not tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
     PERMISSION_DENIED or UNIMPLEMENTED, ends it at once.
     """
 
@@ -70,7 +70,7 @@ class RewardServiceStub:
       - Other calls under way change no score. [score.concurrent]
     """
     Describe: _aio.UnaryUnaryMultiCallable[_reward_pb2.DescribeRequest, _reward_pb2.DescribeResponse]
-    """Says what the scorer reads and returns. Asked once per connection and again after a call that failed; only the fields it names are sent. Idempotent.
+    """Says what the scorer reads and returns. Asked once by each client and again after a call that failed; only the fields it names are sent. Idempotent.
     The answer stays the same. [describe.stable]
     """
 
@@ -115,8 +115,8 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
 
     RESOURCE_EXHAUSTED is a rate limit: all calls to the scorer pause, 0.2 s that double to 60 s, shortened at random by up
     to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the
-    same. Only where the status says that a message is too large ("larger than max", "exceeds max") is it EXHAUSTED, not
-    tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
+    same. Only where the status says that a message is too large ("message larger than max", "message exceeds maximum
+    size") is it EXHAUSTED, not tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
     PERMISSION_DENIED or UNIMPLEMENTED, ends it at once.
     """
 
@@ -142,7 +142,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.DescribeRequest,
         context: _aio.ServicerContext[_reward_pb2.DescribeRequest, _abc.Awaitable[_reward_pb2.DescribeResponse]],
     ) -> _abc.Awaitable[_reward_pb2.DescribeResponse]:
-        """Says what the scorer reads and returns. Asked once per connection and again after a call that failed; only the fields it names are sent. Idempotent.
+        """Says what the scorer reads and returns. Asked once by each client and again after a call that failed; only the fields it names are sent. Idempotent.
         The answer stays the same. [describe.stable]
         """
 
