@@ -175,6 +175,8 @@ class NoTrackers:
 class NoEvaluation:
     """Has no sets."""
 
+    lacks_rollouts = False
+
     async def run(self, step: int, version: Callable[[], int]) -> tuple[Metrics, list[Any]]:
         return Metrics(), []
 
