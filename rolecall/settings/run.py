@@ -127,6 +127,10 @@ class RunSettings(Section):
         return (self.environment.max_row_tokens or longest) if self.environment is not None else longest
 
     @property
+    def _adds_kl_to_rewards(self) -> bool:
+        return self.algorithm.kl is not None and self.algorithm.kl.placement == "reward"
+
+    @property
     def _may_have_token_rewards(self) -> bool:
         """Whether some scorer may give them; what one elsewhere gives is not known before it is asked."""
         scorers = [component.scorer for component in self.reward.components.values()]
@@ -279,11 +283,8 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _advantage_gets_its_rewards(self) -> Self:
-        advantage, scorers = (
-            self.algorithm.advantage,
-            {name: component.scorer for name, component in self.reward.components.items()},
-        )
-        adds_kl = self.algorithm.kl is not None and self.algorithm.kl.placement == "reward"
+        advantage = self.algorithm.advantage
+        adds_kl = self._adds_kl_to_rewards
         if isinstance(advantage, PassAtKAdvantage) and advantage.k > self.sampling.num_responses:
             raise ValueError(
                 f"algorithm.advantage.k {advantage.k} exceeds sampling.num_responses {self.sampling.num_responses}; "
@@ -308,39 +309,47 @@ class RunSettings(Section):
                 f"algorithm.{what} moves the rewards that {advantage.kind} reads as right or wrong, from 0 up; use "
                 f"{meant}, or another estimator"
             )
-        if isinstance(advantage, GdpoAdvantage):
-            unknown = sorted(name for name in advantage.weights if scorers and _component_of(name) not in scorers)
-            if unknown or not (scorers or advantage.weights):
-                raise ValueError(
-                    f"algorithm.advantage.weights: gdpo weighs reward components, {unknown or 'none'} named, "
-                    f"{sorted(scorers)} under reward.components; "
-                    "name those that the scorers give"
-                )
-            shadows = shadows_of(self.reward.components)
-            weighed = sorted(
-                name for name, weight in advantage.weights.items() if weight and _component_of(name) in shadows
+        return self
+
+    @model_validator(mode="after")
+    def _gdpo_gets_its_components(self) -> Self:
+        advantage = self.algorithm.advantage
+        if not isinstance(advantage, GdpoAdvantage):
+            return self
+        scorers = {name: component.scorer for name, component in self.reward.components.items()}
+        adds_kl = self._adds_kl_to_rewards
+        unknown = sorted(name for name in advantage.weights if scorers and _component_of(name) not in scorers)
+        if unknown or not (scorers or advantage.weights):
+            raise ValueError(
+                f"algorithm.advantage.weights: gdpo weighs reward components, {unknown or 'none'} named, "
+                f"{sorted(scorers)} under reward.components; "
+                "name those that the scorers give"
             )
-            if weighed:
-                raise ValueError(
-                    f"algorithm.advantage.weights: gdpo weighs {weighed}, which weigh 0 under reward.components: a "
-                    "shadow may be absent; give them a weight there, too"
-                )
-            earning = sorted(
-                name for name, scorer in scorers.items() if isinstance(scorer, FunctionScorer) and scorer.token_rewards
+        shadows = shadows_of(self.reward.components)
+        weighed = sorted(
+            name for name, weight in advantage.weights.items() if weight and _component_of(name) in shadows
+        )
+        if weighed:
+            raise ValueError(
+                f"algorithm.advantage.weights: gdpo weighs {weighed}, which weigh 0 under reward.components: a "
+                "shadow may be absent; give them a weight there, too"
             )
-            if earning:
-                raise ValueError(
-                    f"algorithm.advantage gdpo reads the reward's components, which the token_rewards of {earning} do "
-                    "not reach; use another estimator, or scorers without them"
-                )
-            shaping = self.algorithm.shaping.model_dump(
-                include={"clip_min", "clip_max", "normalize", "overlong"}, exclude_none=True
+        earning = sorted(
+            name for name, scorer in scorers.items() if isinstance(scorer, FunctionScorer) and scorer.token_rewards
+        )
+        if earning:
+            raise ValueError(
+                f"algorithm.advantage gdpo reads the reward's components, which the token_rewards of {earning} do "
+                "not reach; use another estimator, or scorers without them"
             )
-            if adds_kl or shaping:
-                raise ValueError(
-                    "algorithm.advantage gdpo reads the reward's components, which "
-                    f"{sorted(shaping) or 'KL in the reward'} does not reach; remove it"
-                )
+        shaping = self.algorithm.shaping.model_dump(
+            include={"clip_min", "clip_max", "normalize", "overlong"}, exclude_none=True
+        )
+        if adds_kl or shaping:
+            raise ValueError(
+                "algorithm.advantage gdpo reads the reward's components, which "
+                f"{sorted(shaping) or 'KL in the reward'} does not reach; remove it"
+            )
         return self
 
     @model_validator(mode="after")
