@@ -317,7 +317,6 @@ class RunSettings(Section):
         if not isinstance(advantage, GdpoAdvantage):
             return self
         scorers = {name: component.scorer for name, component in self.reward.components.items()}
-        adds_kl = self._adds_kl_to_rewards
         unknown = sorted(name for name in advantage.weights if scorers and _component_of(name) not in scorers)
         if unknown or not (scorers or advantage.weights):
             raise ValueError(
@@ -345,7 +344,7 @@ class RunSettings(Section):
         shaping = self.algorithm.shaping.model_dump(
             include={"clip_min", "clip_max", "normalize", "overlong"}, exclude_none=True
         )
-        if adds_kl or shaping:
+        if self._adds_kl_to_rewards or shaping:
             raise ValueError(
                 "algorithm.advantage gdpo reads the reward's components, which "
                 f"{sorted(shaping) or 'KL in the reward'} does not reach; remove it"

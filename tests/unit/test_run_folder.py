@@ -96,9 +96,7 @@ def test_a_folder_with_a_file_of_ones_own_names_the_run_that_was_started_from_it
 def test_a_folder_that_cannot_be_looked_at_is_another(tmp_path: Path) -> None:
     folder = started(tmp_path).run.dir
     file = folder / "config.yaml"
-    beyond = "/" + "/".join(
-        ["deep" * 50] * 25
-    )  # longer than any path: as one that this user may not see, also for root
+    beyond = "/" + "/".join(["deep" * 50] * 25)  # longer than any path, so that root may not look at it either
     file.write_text(file.read_text().replace(str(folder), beyond))
     assert settings_of_run(folder).run.dir == folder
     assert find(str(folder)).directory == folder
