@@ -2,6 +2,7 @@
 takes a rank some seconds of a core, a fork none. It starts no thread, so a child is as a fresh process is.
 """
 
+import faulthandler
 import importlib
 import json
 import multiprocessing
@@ -71,7 +72,7 @@ class Talking:
             assert self._said.poll(LINE_S), f"silent for {LINE_S:.0f} s"
             return json.loads(self._said.recv_bytes())
         except EOFError:
-            raise AssertionError(f"it ended: {self._log.read_text()[-3000:]}") from None
+            raise AssertionError(ending(self.process, self._log)) from None
 
     def rest(self) -> list[Any]:
         """Returns the lines that a process had still said when it ended."""
@@ -85,6 +86,12 @@ class Talking:
         """Ends it by SIGKILL."""
         self.process.kill()
         self.process.join(30)
+
+
+def ending(process: ForkServerProcess, log: Path) -> str:
+    """How a process ended that has closed its pipe, for a failure's message."""
+    process.join(LINE_S)
+    return f"it ended with exit code {process.exitcode}: {log.read_text()[-3000:]}"
 
 
 def saying(pipe: Connection) -> Callable[[Any], None]:
@@ -124,6 +131,7 @@ def _run(log: str, target: Callable[..., None], *arguments: Any) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(file, stream)
+    faulthandler.enable(2)
     try:
         target(*arguments)
     except BaseException:

@@ -37,8 +37,8 @@ def final_line(worker: Worker) -> str:
 
 
 def last_words(lines: Sequence[str]) -> Sequence[str]:
-    """The lines up to the first `<role> failed: ...` (of several ranks the first is the cause), else from the last
-    traceback on, else the last ones.
+    """The lines up to the first `<role> failed: ...` (of several ranks the first is the cause), else those from a crash
+    of native code on, else from the last traceback on, else the last ones.
 
     Of a log that several starts went on in, only the last start's lines count.
     """
@@ -46,6 +46,8 @@ def last_words(lines: Sequence[str]) -> Sequence[str]:
     for index, line in enumerate(recent):
         if _LAST_WORD.match(line):
             return recent[max(0, index + 1 - LOG_TAIL_LINES) : index + 1]
+        if line.startswith("Fatal Python error: "):
+            return recent[index : index + LOG_TAIL_LINES]  # the thread that crashed comes first
     starts = [index for index, line in enumerate(recent) if line.startswith("Traceback (most recent call last)")]
     if starts:
         return recent[starts[-1] :][-LOG_TAIL_LINES:]

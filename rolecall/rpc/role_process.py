@@ -12,6 +12,7 @@ STOPPED before its end. A process killed by a signal is one to start again.
 import asyncio
 import concurrent.futures
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -218,8 +219,9 @@ def run(main: Callable[[], Awaitable[None]], role: str = "service", *, has_end: 
     is over, whatever else it runs.
 
     A signal sets `stop_requested()`, a second one cancels `main`. Ends with its launcher when ROLECALL_DIE_WITH_PARENT
-    says so.
+    says so. A crash of native code writes the Python stacks of all threads to stderr.
     """
+    faulthandler.enable(2)
     try:
         tie_to_parent()
     except (ConfigError, OSError) as error:

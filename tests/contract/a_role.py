@@ -96,6 +96,11 @@ async def crash(args: ServiceArgs) -> None:
     raise ValueError("shape (3, 4) is not (4, 3)")
 
 
+async def crash_natively(args: ServiceArgs) -> None:
+    """Ends as a library does that reads memory which is not its own."""
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
 async def load(args: ServiceArgs) -> None:
     """Is still starting when it is stopped."""
     say("up")

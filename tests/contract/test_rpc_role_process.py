@@ -114,6 +114,14 @@ def test_a_failure_is_said_in_one_clear_line_after_the_end_of_its_traceback(laun
     assert "never awaited" not in err
 
 
+def test_a_crash_of_native_code_says_where_each_thread_was(launcher: Launcher) -> None:
+    role = launcher.start("crash_natively")
+    _, err = role.communicate(timeout=60)
+    assert role.returncode == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in err
+    assert "in crash_natively" in err
+
+
 def test_a_failure_in_the_background_ends_the_role_with_its_message(launcher: Launcher) -> None:
     role = launcher.start("lose_a_rank")
     _, err = role.communicate(timeout=60)

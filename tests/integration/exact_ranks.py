@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -58,7 +59,7 @@ from rolecall.training.step.token_selection import KEYS, select
 from rolecall.v1.training_pb2 import TrainResult
 from rolecall.v1.trajectory_pb2 import Coefficients
 from tests import checkpoint_rig
-from tests.forks import FORKS, forked
+from tests.forks import FORKS, ending, forked
 
 if TYPE_CHECKING:
     from rolecall.training.megatron.engine import MegatronEngine
@@ -303,8 +304,9 @@ def combine(parts: list[dict[str, Any]]) -> Answer:
 class Ranks:
     """Living ranks; `ask` them one job after another."""
 
-    def __init__(self, ranks: list[Connection], logs: list[Path]) -> None:
+    def __init__(self, ranks: list[Connection], processes: list[ForkServerProcess], logs: list[Path]) -> None:
         self._ranks = ranks
+        self._processes = processes
         self._logs = logs
 
     def ask(self, job: Job) -> Answer:
@@ -322,7 +324,7 @@ class Ranks:
         try:
             part: dict[str, Any] = json.loads(self._ranks[index].recv_bytes())
         except EOFError:
-            raise AssertionError(f"rank {index} ended: {self._logs[index].read_text()[-3000:]}") from None
+            raise AssertionError(f"rank {index}: {ending(self._processes[index], self._logs[index])}") from None
         return part
 
 
@@ -337,7 +339,7 @@ def living_ranks(world_size: int, folder: Path) -> Iterator[Ranks]:
         processes.append(forked(log, main, str(folder), world_size, rank, theirs))
         theirs.close()
     try:
-        yield Ranks([ours for ours, _ in pipes], logs)
+        yield Ranks([ours for ours, _ in pipes], processes, logs)
     finally:
         for process in processes:
             process.kill()

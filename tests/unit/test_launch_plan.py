@@ -197,6 +197,12 @@ def test_the_first_rank_that_failed_is_quoted_not_its_consequences() -> None:
     assert last_words(log)[-1] == "actor failed: out of memory"
 
 
+def test_a_crash_of_native_code_is_quoted_from_its_thread_on() -> None:
+    stacks = [f'  File "thread.py", line {line} in run' for line in range(40)]
+    log = ["loading", "Fatal Python error: Segmentation fault", "Thread 0x1 (most recent call first):", *stacks]
+    assert list(last_words(log)) == log[1:21]
+
+
 def test_only_the_last_start_is_quoted_from_a_log_of_several() -> None:
     log = [
         "=== started actor",

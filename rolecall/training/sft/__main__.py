@@ -5,6 +5,7 @@ Owns the order of starting and how a failure is told: a line `sft failed: ...` o
 """
 
 import argparse
+import faulthandler
 import logging
 import os
 import sys
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args(argv)
+    faulthandler.enable(2)  # a crash of native code writes where each thread was
     if parent_to_die_with() is not None:
         die_with_parent(os.getppid())
     settings = load_sft_settings(arguments.config)
