@@ -215,6 +215,7 @@ async def test_a_caller_who_leaves_ends_the_question_that_nobody_else_waits_for(
     released = threading.Event()
     twin = judge_twin(lambda text: "good" if released.wait(60.0) else "bad")
     async with component(twin, RUBRIC) as judge:
+        await judge.describe()  # looks for the server, which may take one of two callers longer than the other
         leaving = asyncio.create_task(judge.score(items_of("right")))
         staying = asyncio.create_task(judge.score(items_of("right")))
         while not twin.requests:
