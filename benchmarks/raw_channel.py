@@ -30,14 +30,18 @@ Taken = tuple[float, float]
 
 
 def send(
-    backends: Sequence[WeightBackend], host: str, buckets: Sequence[torch.Tensor], num_transfers: int
+    backends: Sequence[WeightBackend],
+    host: str,
+    buckets: Sequence[torch.Tensor],
+    num_transfers: int,
+    prefix: Sequence[str] = (),
 ) -> dict[WeightBackend, list[Taken]]:
-    """What each of `num_transfers` transfers by each way took, to a receiver that this starts."""
+    """What each of `num_transfers` transfers by each way took, to a receiver that this starts with `prefix`."""
     servers = [RendezvousServer(host) for _ in backends]
     meetings = [server.enter(0) for server in servers]
     plan = ["--bucket-sizes", *(str(bucket.numel()) for bucket in buckets), "--transfers", str(num_transfers)]
     plan += ["--backends", *backends, "--receive-from", *(server.address for server in servers)]
-    receiver = subprocess.Popen([sys.executable, __file__, *plan])
+    receiver = subprocess.Popen([*prefix, sys.executable, __file__, *plan])
     try:
         channels = [
             join(meeting, 2, backend, CPU, TIMEOUT_S) for meeting, backend in zip(meetings, backends, strict=True)

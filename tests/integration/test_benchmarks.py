@@ -67,6 +67,10 @@ def test_the_training_benchmark_makes_its_one_table(quick: Quick) -> None:
     assert [part for part in parts if part not in output] == []
 
 
+def test_the_wire_speed_benchmark_compares_a_publish_with_the_bare_channel(quick: Quick) -> None:
+    assert re.search(r"^loopback +\d+ +\d+ +\d+%$", quick("wire_speed.py"), re.MULTILINE)
+
+
 @pytest.mark.thorough("test_the_training_benchmark_makes_its_one_table")
 @pytest.mark.timeout(3 * TIMEOUT_S + 20)
 def test_the_benchmark_of_back_ends_makes_its_table_of_both(quick: Quick) -> None:
