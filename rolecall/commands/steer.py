@@ -19,6 +19,7 @@ from rolecall.errors import (
     ExhaustedError,
     NotFoundError,
     RoleCallError,
+    StoreUnavailableError,
     UnavailableError,
     WorkerLostError,
 )
@@ -123,7 +124,7 @@ def _record_of_what_is_over(run: Run, error: RoleCallError) -> RunRecord:
     says more.
     """
     record = None if run.directory is None else read_record(run.directory)
-    if run.directory is None or record is None:
+    if run.directory is None or record is None or isinstance(error, StoreUnavailableError):  # that a controller says
         raise error
     if is_under_way(run.directory):
         raise UnavailableError(

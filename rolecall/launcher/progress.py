@@ -131,7 +131,7 @@ class PlainView:
         if status.num_recoveries > self._num_recoveries:
             self.note(recovery_line(status))
         self._num_recoveries = status.num_recoveries
-        if status.HasField("ledger"):  # a controller that has not locked the run yet knows none
+        if status.HasField("ledger"):  # a controller that has not locked the run yet, or finds no store, knows none
             self._dropped = Counter(dict(status.ledger.dropped))
             if not self._has_heard_of_drops:
                 self._has_heard_of_drops, self._dropped_in_steps, self._dropped_in_failures = (
@@ -279,7 +279,8 @@ def render(status: controller_pb2.RunStatus, elapsed_s: float | None = None) -> 
     metrics = shown_metrics(status)
     if metrics:
         lines.append(Text("   ".join(f"{label} {text}" for label, text in metrics)))
-    lines.append(Text(ledger_line(status.ledger)))
+    if status.HasField("ledger"):  # else it is not locked yet, or the store is away
+        lines.append(Text(ledger_line(status.ledger)))
     if status.num_recoveries:
         lines.append(Text(recovery_line(status), style="dim"))
     if status.workers:

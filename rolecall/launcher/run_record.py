@@ -102,14 +102,14 @@ def as_json_line(status: controller_pb2.RunStatus, over: RunRecord | None = None
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Every field, those that are not set too; integers as integers, enums by their names."""
+    """Every field, those that are not set too: of messages null; integers as integers, enums by their names."""
     tree: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if isinstance(value, Mapping):
             tree[field.name] = dict(value)
         elif isinstance(value, Message):
-            tree[field.name] = _plain(value)
+            tree[field.name] = _plain(value) if message.HasField(field.name) else None
         elif isinstance(value, Sequence) and not isinstance(value, str):
             tree[field.name] = [_plain(item) for item in value]
         else:

@@ -403,8 +403,8 @@ class RunStatus(_message.Message):
     last_failure: _builtins.str
     """The failure behind the last of them; empty before the first."""
     trouble: _builtins.str
-    """What is in the way at present and waited for, for people: a scorer that gives no scores, with its address and last
-    error; empty when nothing is.
+    """What is in the way at present and waited for, for people: the store that is away, a scorer that gives no scores, with
+    its address and last error; empty when nothing is.
     """
     last_drop: _builtins.str
     """The newest group that was dropped because something failed, with the reason and the error; empty before the first that this controller dropped. The
@@ -412,7 +412,7 @@ class RunStatus(_message.Message):
     """
     @_builtins.property
     def ledger(self) -> Global___LedgerCounts:
-        """Balance of all groups of the run."""
+        """Balance of all groups of the run; absent before the controller has locked the run, and while the store is away."""
 
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:

@@ -270,8 +270,14 @@ class ControllerRun:
                         await asyncio.sleep(self._settings.controller.heartbeat_s / 4)
 
     async def status(self) -> controller_pb2.RunStatus:
-        """The run as it stands."""
-        board = self._board
+        """The run as it stands. While the store is away its counts are absent, and `trouble` says why."""
+        board, trouble = self._board, [self._parts.reward.trouble]
+        ledger = None
+        try:
+            if self._ledger.ctl:
+                ledger = await self._threads.call(self._ledger.counts)
+        except StoreUnavailableError as error:
+            trouble.insert(0, error.message)
         state = (
             controller_pb2.RUN_STATE_PAUSED
             if board.paused and board.state == controller_pb2.RUN_STATE_RUNNING
@@ -286,7 +292,7 @@ class ControllerRun:
             total_steps=self._settings.run.num_steps,
             published_step=board.published_step,
             policy_version=board.policy_version,
-            ledger=await self._threads.call(self._ledger.counts) if self._ledger.ctl else None,
+            ledger=ledger,
             workers=self._fleet.statuses(),
             metrics=[*board.step_metrics.to_proto(), *board.evaluation_metrics.to_proto()],
             error=board.error,
@@ -294,7 +300,7 @@ class ControllerRun:
             num_recoveries=board.num_recoveries,
             last_failure=board.last_failure,
             last_drop=board.last_drop,
-            trouble=self._parts.reward.trouble,
+            trouble="; ".join(filter(None, trouble)),
         )
 
     async def watch(self) -> AsyncIterator[controller_pb2.RunStatus]:

@@ -599,6 +599,31 @@ async def test_a_paused_run_waits_for_its_scorer_without_end(
             await life.ends()
 
 
+async def test_a_run_is_shown_without_its_counts_while_the_store_is_away(
+    light_run: LightRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(ledger: Ledger) -> Any:
+        raise StoreUnavailableError("the store did not answer")
+
+    async with light_run(run={"num_steps": 1000}) as run, run.rollout("rollout-0"), run.controller() as life:
+        await life.reaches(1)
+        monkeypatch.setattr(Ledger, "counts", away)
+        shown = await life.status()
+        assert (shown.state, shown.HasField("ledger")) == (pb.RUN_STATE_RUNNING, False)
+        assert shown.trouble == "the store did not answer"
+        assert shown.step > 0
+        assert shown.workers
+        async for message in life.stub.WatchRun(pb.WatchRunRequest(), timeout=RUN_S):
+            assert message.status.trouble == "the store did not answer"
+            break
+        monkeypatch.undo()
+        shown = await life.status()
+        assert shown.ledger.admitted
+        assert not shown.trouble
+        await life.stub.StopRun(pb.StopRunRequest())
+        await life.ends()
+
+
 async def test_a_paused_run_without_rollouts_outlives_a_hiccup_of_its_store(
     light_run: LightRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

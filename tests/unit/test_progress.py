@@ -1,11 +1,13 @@
 """What the terminal shows of a run."""
 
 import io
+import json
 import os
 
 from rich.console import Console
 
 from rolecall.launcher.progress import PlainView, Steady, ledger_line, render
+from rolecall.launcher.run_record import as_json_line
 from rolecall.v1 import controller_pb2, trajectory_pb2
 
 
@@ -131,6 +133,17 @@ def test_a_lost_worker_says_why() -> None:
     Console(file=out, width=120).print(render(lost))
     assert "lost: no progress for 15 s" in out.getvalue()
     assert "recovery 2: the store was away" in out.getvalue()
+
+
+def test_a_run_whose_counts_are_not_known_is_shown_without_them() -> None:
+    known, console = status(3), Console(width=120, record=True, file=io.StringIO())
+    known.ClearField("ledger")
+    console.print(render(known))
+    shown = console.export_text()
+    assert "step 3/20" in shown
+    assert "groups" not in shown
+    assert json.loads(as_json_line(known))["ledger"] is None
+    assert json.loads(as_json_line(status(3)))["ledger"]["live"] == 3
 
 
 def test_the_ledger_balances_in_words() -> None:

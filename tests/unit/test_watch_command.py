@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from rolecall.commands import steer
-from rolecall.errors import UnavailableError
+from rolecall.errors import RoleCallError, StoreUnavailableError, UnavailableError
 from rolecall.launcher.plan import run_lock
-from rolecall.settings import RpcSection
+from rolecall.launcher.run_record import keep_record
+from rolecall.settings import RpcSection, RunSection
 from rolecall.v1 import controller_pb2 as pb
 
 RUNNING = pb.RunStatus(run="test", state=pb.RUN_STATE_RUNNING, step=1, total_steps=4)
@@ -57,3 +58,15 @@ async def test_a_run_that_failed_for_good_ends_its_watch(tmp_path: Path, is_know
 async def test_a_controller_that_was_never_seen_is_not_waited_for() -> None:
     with pytest.raises(UnavailableError):
         await watch(Lives([None]), None)
+
+
+def test_a_controller_that_says_its_store_is_away_is_not_taken_for_one_that_is_over(tmp_path: Path) -> None:
+    """There is a record of an earlier life, and no launcher: somebody serves the controller by hand."""
+    keep_record(RunSection(name="test", dir=tmp_path, num_steps=4), RUNNING)
+
+    def told(error: RoleCallError) -> str:
+        return steer._record_of_what_is_over(steer.Run("h:1", RpcSection(), tmp_path), error).how
+
+    assert "--resume goes on" in told(UnavailableError("nobody listens"))
+    with pytest.raises(StoreUnavailableError, match="the store did not answer"):
+        told(StoreUnavailableError("the store did not answer"))
