@@ -43,8 +43,6 @@ from rolecall.v1 import trajectory_pb2
 logger = logging.getLogger(__name__)
 
 _PROPAGATOR = TraceContextTextMapPropagator()
-_EXPORT_TIMEOUT_S = 2
-"""Bound on one OTLP export, so that a collector that is away cannot hold up a stopping process."""
 _CHATTY_LOGGERS = (
     "grpc",
     "opentelemetry",
@@ -320,18 +318,10 @@ def _configure_providers(otlp_endpoint: str | None, scraped: bool, role: str, wo
     readers: list[MetricReader] = []
     if otlp_endpoint is not None:
         # Imported here: a run without a collector should not pay for it at start.
-        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from rolecall.telemetry.collector import Numbers, Spans
 
-        insecure = not otlp_endpoint.startswith("https://")
-        tracing.add_span_processor(
-            BatchSpanProcessor(OTLPSpanExporter(endpoint=otlp_endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S))
-        )
-        readers.append(
-            PeriodicExportingMetricReader(
-                OTLPMetricExporter(endpoint=otlp_endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S)
-            )
-        )
+        tracing.add_span_processor(BatchSpanProcessor(Spans(otlp_endpoint)))
+        readers.append(PeriodicExportingMetricReader(Numbers(otlp_endpoint)))
     if scraped:
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
 

@@ -5,18 +5,25 @@ import json
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
+from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from rolecall import telemetry
 from rolecall.errors import InvalidInputError
 from rolecall.settings import TelemetrySection
-from rolecall.telemetry import Metrics
+from rolecall.telemetry import Metrics, collector
 from rolecall.v1 import trajectory_pb2
 
 VALUES = st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0.5, 1e3)), min_size=1, max_size=20)
@@ -166,3 +173,46 @@ def test_a_collector_that_is_away_does_not_hold_up_the_end(unused_tcp_port: int)
         "with telemetry.tracer().start_as_current_span('train') as span: assert span.is_recording()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """A collector that takes every trace."""
+
+    def Export(self, request: Any, context: Any) -> trace_service_pb2.ExportTraceServiceResponse:
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+def test_a_collector_that_is_away_is_told_once_and_once_when_it_is_back(
+    unused_tcp_port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector, "TIMEOUT_S", 0.5)
+    tracing, address = TracerProvider(), f"127.0.0.1:{unused_tcp_port}"
+    tracing.add_span_processor(SimpleSpanProcessor(collector.Spans(f"http://{address}")))
+
+    def export() -> None:
+        tracing.get_tracer("test").start_span("train").end()
+
+    for _ in range(3):
+        export()
+    (told,) = caplog.messages
+    assert told.startswith(
+        "the collector gets no traces, which are lost; the role goes on: Failed to export traces to "
+    )
+    assert address in told
+    with monkeypatch.context() as later:
+        later.setattr(collector, "TELL_AGAIN_S", 0.0)
+        export()
+    assert len(caplog.messages) == 2, "and again, when it has not been told for long"
+    server = grpc.server(ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Collector(), server)  # type: ignore[no-untyped-call]
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        deadline = time.monotonic() + 60
+        while len(caplog.messages) < 3 and time.monotonic() < deadline:
+            export()
+        export()
+        assert caplog.messages[2:] == ["the collector gets traces again"]
+    finally:
+        tracing.shutdown()
+        server.stop(0).wait(10)
