@@ -153,7 +153,9 @@ def _fleet(replicas: int, settings: RunSettings) -> str:
 
 
 def _deployment(pod: Pod, settings: RunSettings) -> str:
-    values = {"replicas": 1, "update": "{maxSurge: 1, maxUnavailable: 0}"}
+    # a pod beside the old ones would wait for GPUs that they hold, and they would serve the old model meanwhile
+    update = "{maxSurge: 0, maxUnavailable: 1}" if pod.devices else "{maxSurge: 1, maxUnavailable: 0}"
+    values: dict[str, object] = {"replicas": 1, "update": update}
     return _workload("deployment.yaml", pod, settings, _STATELESS, settings.controller.start_timeout_s, values)
 
 

@@ -109,6 +109,18 @@ def test_a_cluster_takes_every_object(base: str) -> None:
     assert [problem for object in files(base) for problem in problems(object)] == []
 
 
+@pytest.mark.parametrize("base", BASES)
+def test_a_pod_whose_gpus_its_successor_needs_gives_way_first(base: str) -> None:
+    updates = {
+        name: (object["spec"]["strategy"]["rollingUpdate"], "nvidia.com/gpu" in str(object["spec"]["template"]))
+        for name, object in of_kind(files(base), "Deployment").items()
+    }
+    assert {name for name, (update, _) in updates.items() if update["maxSurge"]} == {
+        name for name, (_, has_gpus) in updates.items() if not has_gpus and name != "rollout"
+    }
+    assert all(update["maxSurge"] or update["maxUnavailable"] for update, _ in updates.values())
+
+
 @needs_kustomize
 def test_every_overlay_builds_and_all_components_at_once_and_a_cluster_takes_them() -> None:
     whole = [name for name in COMPONENTS if name not in ("components/hpa", "components/prometheus-istio")]
