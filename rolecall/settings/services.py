@@ -391,8 +391,9 @@ class TelemetrySection(Section):
     """OTLP gRPC endpoint of a collector; absent: nothing is exported."""
     metrics_bind: HostPort | None = None
     """`host:port` where each role shows its numbers to Prometheus, at /metrics; beyond loopback by rpc.tls or
-    rpc.behind_mesh alone. `rolecall train` gives the port to the controller and the next ones to the other local roles,
-    in the order of `rolecall check`; absent: nothing listens.
+    rpc.behind_mesh alone; 0.0.0.0 is everywhere, over IPv6 too, as in any other bind. `rolecall train` gives the port
+    to the controller and the next ones to the other local roles, in the order of `rolecall check`; absent: nothing
+    listens.
     """
 
 

@@ -38,11 +38,19 @@ class _Listener(WSGIServer):
     """The listener, which reads the files of TLS again when they changed."""
 
     def __init__(self, host: str, port: int, tls: TlsSection | None) -> None:
+        if host == "0.0.0.0" and socket.has_dualstack_ipv6():
+            host = "::"  # as gRPC takes it: everywhere, also where a pod has no other address than of IPv6
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self.address_family = family
         self._tls = None if tls is None else _Tls(tls)
         super().__init__((str(address[0]), port), _Scrape)
         self.set_app(make_wsgi_app(REGISTRY))
+
+    def server_bind(self) -> None:
+        """Binds; over IPv6 everywhere is everywhere of IPv4, too, whatever the machine's default."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accepts a connection; its handshake is the handler's, within its timeout."""
@@ -100,4 +108,4 @@ def serve_metrics(bind: str, rpc: RpcSection) -> str:
         problem = why_not(bind) or f"cannot be listened on ({error.strerror})"
         raise UnavailableError(f"nothing shows metrics on {bind} ({SETTING}): it {problem}") from error
     threading.Thread(target=listener.serve_forever, name="metrics", daemon=True).start()
-    return f"{'http' if rpc.tls is None else 'https'}://{host_of(bind)}:{listener.server_port}/metrics"
+    return f"{'http' if rpc.tls is None else 'https'}://{bind.rpartition(':')[0]}:{listener.server_port}/metrics"

@@ -138,6 +138,30 @@ def test_beyond_loopback_it_takes_tls_or_a_mesh() -> None:
     assert serve_metrics("0.0.0.0:0", RpcSection(behind_mesh=True)).startswith("http://")
 
 
+@pytest.mark.parametrize("bind", ["0.0.0.0", "[::]"])
+def test_everywhere_is_everywhere_of_ipv4_and_of_ipv6(bind: str) -> None:
+    url = serve_metrics(f"{bind}:0", RpcSection(behind_mesh=True))
+    assert url.startswith(f"http://{bind}:")
+    for host in ("127.0.0.1", "[::1]"):
+        if host == "127.0.0.1" or has_ipv6():
+            assert "process_cpu_seconds_total" in get(url.replace(bind, host))
+
+
+def has_ipv6() -> bool:
+    """Whether this machine has IPv6's loopback."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_machine_without_ipv6_shows_its_numbers_over_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    url = serve_metrics("0.0.0.0:0", RpcSection(behind_mesh=True))
+    assert "process_cpu_seconds_total" in get(url.replace("0.0.0.0", "127.0.0.1"))
+
+
 def test_a_port_that_is_taken_is_named_with_its_setting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         bind = f"127.0.0.1:{other.getsockname()[1]}"
