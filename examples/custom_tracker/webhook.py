@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolecall.trackers import TrackedRun
+from rolecall.trackers.finite import or_null
 
 
 class Webhook:
@@ -17,7 +18,7 @@ class Webhook:
         self._timeout_s = timeout_s
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        body = json.dumps({"run": self._run.name, "id": self._run.id, "step": step, **values}).encode()
+        body = json.dumps({"run": self._run.name, "id": self._run.id, "step": step, **or_null(values)}).encode()
         request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=self._timeout_s):
             pass

@@ -50,7 +50,7 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str], out: TextIO, p
         out.write(json.dumps({"model": str(arguments.model), "sets": sets}) + "\n")
     else:
         write_figures(sets, out)
-    return int(any(found.get("missing", 0.0) > 0 for found in sets.values()) or not sets)
+    return int(any((found.get("missing") or 0.0) > 0 for found in sets.values()) or not sets)
 
 
 def evaluation_settings(
@@ -91,9 +91,9 @@ def evaluation_settings(
     return validated(sections, config)
 
 
-def figures(metrics: Path) -> dict[str, dict[str, float]]:
-    """The figures of each set, by name, that a run wrote at step 0."""
-    sets: dict[str, dict[str, float]] = {}
+def figures(metrics: Path) -> dict[str, dict[str, float | None]]:
+    """The figures of each set, by name, that a run wrote at step 0; None for one that is not finite."""
+    sets: dict[str, dict[str, float | None]] = {}
     for line in metrics.read_text().splitlines():
         for name, value in json.loads(line).items():
             prefix, _, rest = name.partition("/")
@@ -103,12 +103,13 @@ def figures(metrics: Path) -> dict[str, dict[str, float]]:
     return sets
 
 
-def write_figures(sets: Mapping[str, Mapping[str, float]], out: TextIO) -> None:
+def write_figures(sets: Mapping[str, Mapping[str, float | None]], out: TextIO) -> None:
     """Writes a table for people."""
     for held_out, found in sets.items():
         width = max(map(len, found))
         out.write(f"{held_out}\n")
-        out.writelines(f"  {figure:<{width}}  {value:.4g}\n" for figure, value in sorted(found.items()))
+        shown = {figure: "not finite" if value is None else f"{value:.4g}" for figure, value in found.items()}
+        out.writelines(f"  {figure:<{width}}  {text}\n" for figure, text in sorted(shown.items()))
 
 
 def _new_folder(given: Path | None, stack: contextlib.ExitStack) -> Path:

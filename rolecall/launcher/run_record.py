@@ -18,6 +18,7 @@ from rolecall.disk import replace_text
 from rolecall.errors import InvalidInputError, RoleCallError
 from rolecall.launcher.progress import STATES
 from rolecall.settings import RunSection
+from rolecall.trackers.finite import or_null
 from rolecall.v1 import controller_pb2
 
 FILE = "last_status.json"
@@ -91,14 +92,16 @@ def read_record(run_dir: Path) -> RunRecord | None:
 
 
 def as_json_line(status: controller_pb2.RunStatus, over: RunRecord | None = None) -> str:
-    """The run for programs, a line: the fields of RunStatus, metrics by name; `over` is null while it is under way."""
+    """The run for programs, a line: the fields of RunStatus, metrics by name, null for a number that is not finite;
+    `over` is null while it is under way.
+    """
     tree = _plain(status)
     tree |= {
         "state": STATES.get(status.state, "unknown"),
         "metrics": {metric.name: metric.value for metric in status.metrics},
     }
     tree["over"] = None if over is None else {"how": over.how, "exit_code": over.exit_code, "at_s": over.at_s}
-    return json.dumps(tree) + "\n"
+    return json.dumps(or_null(tree)) + "\n"
 
 
 def _plain(message: Message) -> dict[str, Any]:

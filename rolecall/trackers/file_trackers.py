@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from rolecall.disk import append_lines
 from rolecall.errors import RoleCallError
+from rolecall.trackers.finite import or_null
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class JsonlFile:
     def append(self, objects: Sequence[Mapping[str, Any]]) -> None:
         """Appends a line per object; one warning when that begins to fail, one when it works again."""
         try:
-            append_lines(self._path, [json.dumps(each, ensure_ascii=False) for each in objects])
+            append_lines(self._path, [json.dumps(or_null(each), ensure_ascii=False) for each in objects])
         except RoleCallError as error:
             if not self._num_lost:
                 logger.warning("%s; the run goes on without these lines", error)
@@ -44,7 +45,9 @@ class JsonlFile:
 
 
 class JsonlTracker:
-    """metrics.jsonl: {"step", "time_s" since the start of this process, name: value...} per line."""
+    """metrics.jsonl: {"step", "time_s" since the start of this process, name: value...} per line; null for a value that
+    is not finite.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = JsonlFile(path)

@@ -146,6 +146,13 @@ def test_a_run_whose_counts_are_not_known_is_shown_without_them() -> None:
     assert json.loads(as_json_line(status(3)))["ledger"]["live"] == 3
 
 
+def test_numbers_that_are_not_finite_are_null_for_programs() -> None:
+    told = as_json_line(status(3, actor__loss=float("nan"), actor__sampler_ratio_max=float("inf"), reward__mean=0.5))
+    assert "NaN" not in told
+    assert "Infinity" not in told
+    assert json.loads(told)["metrics"] == {"actor/loss": None, "actor/sampler_ratio_max": None, "reward/mean": 0.5}
+
+
 def test_the_ledger_balances_in_words() -> None:
     line = ledger_line(status(1).ledger)
     assert (

@@ -249,6 +249,19 @@ def test_a_tracker_of_the_users_own_gets_every_step_under_one_id_over_restarts(
     ]
 
 
+def test_numbers_that_are_not_finite_are_null_in_the_files(make_settings: MakeSettings, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    trackers = Trackers(make_settings(trackers={"tensorboard": False}))
+    trackers.log(1, {"actor/loss": float("nan"), "actor/sampler_ratio_max": float("inf"), "reward/mean": 0.5})
+    trackers.keep_samples(1, [{"set": "train", "components": {"mine": float("-inf")}}])
+    trackers.flush()
+    told = [(tmp_path / "run" / name).read_text() for name in ("metrics.jsonl", "samples.jsonl")]
+    assert not any(word in text for text in told for word in ("NaN", "Infinity"))
+    row, sample = map(json.loads, told)
+    assert (row["actor/loss"], row["actor/sampler_ratio_max"], row["reward/mean"]) == (None, None, 0.5)
+    assert sample["components"] == {"mine": None}
+
+
 def test_samples_beyond_what_people_read_are_in_the_file_alone(make_settings: MakeSettings, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "counting.py").write_text(
