@@ -18,10 +18,10 @@ from rolecall.settings import PluginSection, RunSettings, SftSettings, TrackersS
 from rolecall.trackers.background_tracker import BackgroundTracker
 from rolecall.trackers.file_trackers import JsonlFile, JsonlTracker, TensorBoardTracker
 from rolecall.trackers.mlflow import MlflowTracker
-from rolecall.trackers.tracker import TrackedRun, Tracker
+from rolecall.trackers.tracker import End, TrackedRun, Tracker
 from rolecall.trackers.wandb import WandbTracker
 
-__all__ = ["TrackedRun", "Tracker", "Trackers", "require"]
+__all__ = ["End", "TrackedRun", "Tracker", "Trackers", "require"]
 
 
 def require(section: TrackersSection) -> Iterator[str]:
@@ -89,12 +89,14 @@ class Trackers:
         for tracker in self._remote:
             tracker.keep_samples(step, [sample for kept in shown.values() for sample in kept])
 
-    def flush(self) -> None:
-        """Closes all, the remote ones at the same time: within background_tracker.FLUSH_S."""
+    def flush(self, end: End = End.DONE) -> None:
+        """Closes all, the remote ones at the same time: within background_tracker.FLUSH_S. They show `end`, how the run
+        stands.
+        """
         for file in self._files:
             file.close()
         for tracker in self._remote:
-            tracker.begin_to_flush()
+            tracker.begin_to_flush(end)
         for tracker in self._remote:
             tracker.flush()
 

@@ -10,10 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from rolecall.trackers.tracker import Tracker, without_credentials
+from rolecall.trackers.tracker import End, Ending, Tracker, without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ class BackgroundTracker:
         self._num_chars = 0
         self._changed = threading.Condition()
         self._closing = False
+        self._end = End.DONE
+        """How the run stands, once it closes."""
         self._deadline = 0.0
         """Monotonic seconds, once it closes."""
         self._pause_s = 0.0
@@ -86,11 +89,13 @@ class BackgroundTracker:
             num_chars = sum(len(str(value)) for sample in kept for value in sample.values())
             self._put(_Note(lambda tracker: tracker.keep_samples(step, kept), num_chars))
 
-    def begin_to_flush(self) -> None:
-        """Tries what is queued once more, then closes; several may do so at the same time. Idempotent."""
+    def begin_to_flush(self, end: End = End.DONE) -> None:
+        """Tries what is queued once more, says how the run stands, then closes; several may do so at the same time.
+        Idempotent.
+        """
         with self._changed:
             if not self._closing:
-                self._closing, self._deadline = True, time.monotonic() + self._flush_s
+                self._closing, self._end, self._deadline = True, end, time.monotonic() + self._flush_s
             self._changed.notify_all()
 
     def flush(self) -> None:
@@ -128,7 +133,9 @@ class BackgroundTracker:
                 self._succeeded()
         if self._tracker is not None:
             try:
-                self._tracker.close()
+                with closing(self._tracker):
+                    if isinstance(self._tracker, Ending):
+                        self._tracker.end(self._end)
             except Exception as error:  # as above
                 logger.warning("tracker %s did not close: %s", self._name, _words(error))
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rolecall.trackers.tracker import TrackedRun, tables_of
+from rolecall.trackers.tracker import End, TrackedRun, tables_of
 
 EXPERIMENT = "rolecall"
 ID_TAG = "rolecall.run_id"
@@ -16,6 +16,8 @@ TABLES_TAG = "mlflow.loggedArtifacts"
 MAX_BATCH = 1000
 """Metrics that MLflow takes in one call."""
 MAX_NAME_CHARS = 250
+STATUSES = {End.DONE: "FINISHED", End.FAILED: "FAILED", End.STOPPED: "KILLED"}
+"""What becomes of RUNNING, in which a run stays that goes on."""
 
 
 class MlflowTracker:
@@ -54,8 +56,12 @@ class MlflowTracker:
             self._run_id, TABLES_TAG, json.dumps([{"path": path, "type": "table"} for path in self._tables.values()])
         )
 
+    def end(self, how: End) -> None:
+        if how in STATUSES:
+            self._client.set_terminated(self._run_id, STATUSES[how])
+
     def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+        """Nothing is buffered."""
 
 
 def metric_name(name: str) -> str:

@@ -5,6 +5,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,6 +35,26 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Writes what is buffered."""
+
+
+class End(Enum):
+    """The way a run stands as its trackers are closed."""
+
+    DONE = auto()
+    FAILED = auto()
+    """Failed for good: starting again cannot help."""
+    STOPPED = auto()
+    """This process was told to end before the run was over; another may go on."""
+    GOES_ON = auto()
+    """This process failed, and another goes on."""
+
+
+@runtime_checkable
+class Ending(Protocol):
+    """A tracker that shows how its run ended."""
+
+    def end(self, how: End) -> None:
+        """Shows it. `close` follows."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rolecall.trackers.tracker import TrackedRun, tables_of
+from rolecall.trackers.tracker import End, TrackedRun, tables_of
 
 
 class WandbTracker:
@@ -30,6 +30,7 @@ class WandbTracker:
             settings=own,
         )
         self._run.define_metric("*", step_metric="step")
+        self._exit_code = 0
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "step": step})
@@ -41,5 +42,10 @@ class WandbTracker:
         }
         self._run.log({**tables, "step": step})
 
+    def end(self, how: End) -> None:
+        if how in (End.STOPPED, End.GOES_ON):
+            self._run.mark_preempting()  # then it is shown as preempted, not as failed
+        self._exit_code = int(how is not End.DONE)
+
     def close(self) -> None:
-        self._run.finish()
+        self._run.finish(exit_code=self._exit_code)

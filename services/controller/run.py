@@ -23,6 +23,7 @@ from rolecall.identity import settle
 from rolecall.settings import RunSettings
 from rolecall.telemetry import Metrics, export
 from rolecall.telemetry.states import StateClock
+from rolecall.trackers import End
 from rolecall.v1 import controller_pb2, reference_pb2, training_pb2
 from services.controller.durable.recovery import Recovery
 from services.controller.groups.failures import RecoveryBudget, starts_over
@@ -235,8 +236,13 @@ class ControllerRun:
             await asyncio.sleep(self._settings.controller.lease_s / 5)
 
     async def close(self) -> None:
-        """Lets go of everything."""
-        await self._wiring.close()
+        """Lets go of everything; trackers show how the run stands."""
+        failed = self._board.state == controller_pb2.RUN_STATE_FAILED
+        if self._over:
+            end = End.FAILED if failed else End.DONE
+        else:
+            end = End.GOES_ON if failed else End.STOPPED
+        await self._wiring.close(end)
 
     # --- what the servicer asks -------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from rolecall.settings import CustomAdvantage, RunSettings
 from rolecall.store.connection import Connection, connect
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
-from rolecall.trackers import Trackers
+from rolecall.trackers import End, Trackers
 from rolecall.v1.actor_pb2_grpc import ActorServiceStub
 from rolecall.v1.critic_pb2_grpc import CriticServiceStub
 from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
@@ -44,9 +44,9 @@ class Wiring:
     channels: tuple[grpc.aio.Channel, ...]
     connection: Connection
 
-    async def close(self) -> None:
-        """Lets go of everything."""
-        await asyncio.to_thread(self.parts.trackers.flush)
+    async def close(self, end: End) -> None:
+        """Lets go of everything; trackers show `end`."""
+        await asyncio.to_thread(self.parts.trackers.flush, end)
         await self.parts.fleet.close()
         for channel in self.channels:
             await channel.close()

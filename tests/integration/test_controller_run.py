@@ -714,6 +714,50 @@ async def test_strangers_are_refused_and_a_silent_worker_must_join_again(light_r
             await stub.Heartbeat(beat)
 
 
+ENDED = """
+import pathlib
+
+class Ended:
+    def __init__(self, run, path): self.path = pathlib.Path(path)
+    def log(self, step, values): pass
+    def keep_samples(self, step, samples): pass
+    def close(self): pass
+    def end(self, how):
+        with self.path.open("a") as file: file.write(how.name + "\\n")
+"""
+
+
+async def test_trackers_are_told_how_the_run_stands_at_the_end_of_each_controller(
+    light_run: LightRun, tmp_path: Path
+) -> None:
+    is_broken = False
+
+    def picky(item: Item) -> float:
+        if is_broken:
+            raise ValueError("no score today")
+        return parity(item)
+
+    (tmp_path / "ended.py").write_text(ENDED)
+    told = tmp_path / "told"
+    custom = {"function": f"{tmp_path}/ended:Ended", "options": {"path": str(told)}}
+    sections = {"reward": {"max_failed_groups": 2}, "trackers": {"tensorboard": False, "custom": custom}}
+    async with light_run(score=picky, run={"num_steps": 1000}, **sections) as run, run.rollout("rollout-0"):
+        async with run.controller() as life:
+            await life.reaches(1)
+            second = ControllerRun(run.settings)
+            with pytest.raises(RunLockedError):
+                await asyncio.wait_for(second.run(), 30)
+            await second.close()
+        async with run.controller() as life:
+            await life.reaches(2)
+            await life.stub.StopRun(pb.StopRunRequest())
+            await life.ends()
+        is_broken = True
+        with pytest.raises(BudgetSpentError):
+            await run.to_the_end()
+    assert told.read_text().split() == ["GOES_ON", "STOPPED", "DONE", "FAILED"]
+
+
 async def test_a_second_controller_on_a_run_is_refused_and_the_first_goes_on(
     light_run: LightRun, store: StoreUnderTest
 ) -> None:

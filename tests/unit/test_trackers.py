@@ -4,6 +4,7 @@ take every name and table."""
 import json
 import logging
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from examples.custom_tracker.webhook import Webhook
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, SftSettings
-from rolecall.trackers import MAX_SHOWN, TrackedRun, Trackers, background_tracker, require
+from rolecall.trackers import MAX_SHOWN, End, TrackedRun, Trackers, background_tracker, require
 from rolecall.trackers.background_tracker import BackgroundTracker
 from rolecall.trackers.mlflow import metric_name
 from rolecall.trackers.tracker import shown_configuration, tables_of
@@ -374,14 +376,31 @@ trackers.flush()
 """
 
 
-def controllers(settings: RunSettings, folder: Path, environment: dict[str, str]) -> list[str]:
-    """What two processes say on stderr that log a step each, as a controller and the one after it."""
+ENDS = """
+import sys
+from pathlib import Path
+from rolecall.settings import load_settings
+from rolecall.trackers import End, Trackers
+
+for end in End:
+    settings = load_settings(Path(sys.argv[1]), [f"run.dir={Path(sys.argv[1]).parent / 'run' / end.name}"])
+    settings.run.dir.mkdir()
+    trackers = Trackers(settings)
+    trackers.log(0, {"loss": 0.5})
+    trackers.flush(end)
+"""
+
+
+def controllers(
+    settings: RunSettings, folder: Path, environment: dict[str, str], code: str = STEPS, steps: Sequence[int] = (0, 1)
+) -> list[str]:
+    """What processes of `code` say on stderr, such as two that log a step each, a controller and the one after it."""
     settings.run.dir.mkdir()
     config = folder / "config.json"
     config.write_text(json.dumps(settings.model_dump(mode="json", exclude={"store": {"url"}})))
     said = []
-    for step in (0, 1):
-        command = [sys.executable, "-c", STEPS, str(config), str(step)]
+    for step in steps:
+        command = [sys.executable, "-c", code, str(config), str(step)]
         done = subprocess.run(
             command,
             env={**os.environ, **environment, "PYTHONPATH": str(ROOT)},
@@ -414,6 +433,24 @@ def test_real_mlflow_takes_every_metric_and_table_as_one_run(make_settings: Make
     assert "status: 3" in (run / "meta.yaml").read_text()  # FINISHED
 
 
+def test_real_mlflow_shows_how_a_run_ended(make_settings: MakeSettings, tmp_path: Path) -> None:
+    settings = make_settings(trackers={"tensorboard": False, "mlflow_uri": (tmp_path / "mlruns").as_uri()})
+    (said,) = controllers(settings, tmp_path, {"MLFLOW_ALLOW_FILE_STORE": "true"}, ENDS, steps=[0])
+    assert "tracker mlflow" not in said
+    ids = {end: (tmp_path / "run" / end.name / "tracker_run_id").read_text().strip() for end in End}
+    statuses = {
+        (path.parent / "tags" / "rolecall.run_id").read_text(): yaml.safe_load(path.read_text())["status"]
+        for path in (tmp_path / "mlruns").glob("*/*/meta.yaml")
+    }
+    running, finished, failed, killed = 1, 3, 4, 5
+    assert {end: statuses[id] for end, id in ids.items()} == {
+        End.DONE: finished,
+        End.FAILED: failed,
+        End.STOPPED: killed,
+        End.GOES_ON: running,
+    }
+
+
 def test_mlflow_that_refuses_to_open_is_told_and_the_run_goes_on(make_settings: MakeSettings, tmp_path: Path) -> None:
     """Its file store needs leave since 3.17, and says so."""
     uri = (tmp_path / "mlruns").as_uri()
@@ -441,6 +478,41 @@ def test_real_wandb_offline_takes_every_metric_and_table_as_one_run(
         assert b"checkpoint_every_steps" in records  # the configuration
         (table,) = folder.glob("files/media/table/samples/*.table.json")
         assert json.loads(table.read_text())["columns"] == ["step", "set", "prompt", "response", "reward"]
+
+
+def test_real_wandb_offline_is_told_how_a_run_ended(make_settings: MakeSettings, tmp_path: Path) -> None:
+    settings = make_settings(trackers={"tensorboard": False, "wandb_project": "p"})
+    (said,) = controllers(settings, tmp_path, {"WANDB_MODE": "offline", "HOME": str(tmp_path)}, ENDS, steps=[0])
+    assert "tracker wandb" not in said
+    told = {}
+    for end in End:
+        (file,) = (tmp_path / "run" / end.name / "wandb").glob("offline-run-*/*.wandb")
+        records = list(wandb_records(file))
+        (code,) = (record.exit.exit_code for record in records if record.HasField("exit"))
+        told[end] = (code, any(record.HasField("preempting") for record in records))
+    assert told == {
+        End.DONE: (0, False),
+        End.FAILED: (1, False),
+        End.STOPPED: (1, True),
+        End.GOES_ON: (1, True),
+    }
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """The records of an offline run: LevelDB's log format, after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place, whole = file.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:  # of its block, too little for the head of a record
+            place += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, place)
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # all of a record, or its last part
+            yield wandb_internal_pb2.Record.FromString(whole)
+            whole = b""
 
 
 def test_an_sft_is_tracked_too(receiver: Receiver, tmp_path: Path) -> None:
