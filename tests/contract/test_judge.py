@@ -292,6 +292,22 @@ async def test_a_group_with_a_comparison_without_a_verdict_has_no_scores() -> No
         assert values(await judge.score(items_of("a", "bad", "cc"))) == ["ABSTAINED"] * 3
 
 
+async def test_responses_in_different_conversations_are_compared_only_where_none_is_shown() -> None:
+    items = items_of("done", "done", "over")
+    for item, move in zip(items, ("a good move", "an awful move", "a move"), strict=True):
+        item.messages.add(role="assistant", content=move)
+        item.messages.add(role="user", content="Go on.")
+    twin = judge_twin(longer)
+    async with component(twin, {**COMPARING, "template": "{{ prompt }}\n1: {{ first }}\n2: {{ second }}"}) as judge:
+        outcomes = await judge.score(items)
+        assert values(outcomes) == ["INVALID_INPUT"] * 3
+        assert isinstance(outcomes[0], Failure)
+        assert "group 7 follow different conversations" in outcomes[0].message
+    assert not twin.requests
+    async with component(twin, COMPARING) as judge:
+        assert values(await judge.score(items)) == [0.5, 0.5, 0.5]
+
+
 async def test_a_token_is_never_sent_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValidationError, match="need https://"):
         ExternalScorer(kind="judge", address="http://127.0.0.1:1/v1", rubric=RUBRIC, bearer_token_file="token")

@@ -72,7 +72,14 @@ class Judge:
         return [await self._asked(item, response=item.response_text) for item in items]
 
     async def _ranked(self, items: Sequence[Item]) -> list[float]:
-        """Each response's share of wins over the others of its group; half where there are none."""
+        """Each response's share of wins over the others of its group; half where there are none. InvalidInputError
+        when they follow different conversations, of which a question shows one.
+        """
+        if any(item.messages != items[0].messages for item in items):
+            raise InvalidInputError(
+                f"the responses of group {items[0].group} follow different conversations, as those of episodes do, and "
+                "a comparison shows one; leave them to a rubric of scope item, or to a function of scope group"
+            )
         texts = sorted({item.response_text for item in items})
         pairs = list(combinations(texts, 2))
         # every question ends by itself and is remembered, also where another one fails
