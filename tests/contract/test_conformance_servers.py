@@ -30,6 +30,7 @@ from tests.contract.environment_peers import environment as counting
 from tests.contract.kits import QUICK, ROOT, ROWS, UNLISTED, broken, skipped, written
 from tests.contract.peer import Authority
 from tests.contract.reward_liars import Honest
+from tests.contract.reward_peers import serving
 from tests.ports import free_port
 
 
@@ -99,6 +100,20 @@ async def test_a_server_that_reads_small_requests_alone_is_found() -> None:
     report = await examine_scorer(Peer(f"127.0.0.1:{port}"), own_pool(), QUICK)
     await server.stop(0.0)
     assert broken(report) == ["calls.bytes"]
+
+
+async def test_a_server_that_takes_whole_groups_reads_large_ones() -> None:
+    honest = Honest()
+    honest.spec.whole_groups = True
+    default = grpc.aio.server()
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(honest, default)
+    port = default.add_insecure_port("127.0.0.1:0")
+    await default.start()
+    report = await examine_scorer(Peer(f"127.0.0.1:{port}"), own_pool(), QUICK)
+    await default.stop(0.0)
+    assert broken(report) == ["calls.bytes"]
+    async with serving(honest) as address:
+        assert broken(await examine_scorer(Peer(address), own_pool(), QUICK)) == []
 
 
 async def test_a_service_that_scores_and_says_that_it_does_not_serve_is_found() -> None:
