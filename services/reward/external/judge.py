@@ -138,11 +138,11 @@ class Judge:
             ) from error
 
     def _count(self, usage: Any) -> None:
-        """Counts the tokens that the server says it took; a server that says none is counted as none."""
+        """Counts the tokens that the server says it took; what it says that is no count is counted as none."""
         if not isinstance(usage, dict):
             return
         asked, answered = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
-        if not isinstance(asked, int) or not isinstance(answered, int) or min(asked, answered) < 0:
+        if not isinstance(asked, int) or not isinstance(answered, int) or not 0 <= asked + answered < 2**53:
             return
         prices = self._rubric.prices
         cost = None if prices is None else (asked * prices[0] + answered * prices[1]) / 1e6
