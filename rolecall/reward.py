@@ -10,13 +10,15 @@
         sys.exit(serve(score, "127.0.0.1:50070", name="contains", range=(0, 1), reads=reads))
 
 Owns the server: the contract's Describe and Score, health, reflection, TLS and bearer token. What the function returns
-is checked before it is sent. A function that hangs is not killed here (the caller stops waiting); our reward service
-runs functions in killable processes instead.
+is checked before it is sent. A function that hangs is not killed here: its caller stops waiting, and where one call
+runs at a time the others wait for it. Our reward service runs functions in killable processes instead.
 """
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -153,32 +155,39 @@ def description(
 
 
 def one_by_one(function: ScoreFunction, spec: reward_pb2.DescribeResponse) -> ScoreMany:
-    """Scores items with a function of one item, in up to NUM_THREADS threads."""
+    """Scores items with a function of one item, in up to NUM_THREADS threads. None is begun for a caller who left."""
 
-    def share_of(items: Sequence[reward_pb2.ScoreItem]) -> Results:
-        return [evaluate(function, item, spec) for item in items]
+    def share_of(items: Sequence[reward_pb2.ScoreItem], is_over: threading.Event) -> Results:
+        return [evaluate(function, item, spec) for item in items if not is_over.is_set()]
 
     async def score(items: Sequence[reward_pb2.ScoreItem]) -> Results:
         num_each = -(-len(items) // NUM_THREADS)
         starts = [start for start, _ in enumerate(items) if start % num_each == 0]
-        shares = await asyncio.gather(
-            *(asyncio.to_thread(share_of, items[start : start + num_each]) for start in starts)
-        )
+        is_over = threading.Event()
+        try:
+            shares = await asyncio.gather(
+                *(asyncio.to_thread(share_of, items[start : start + num_each], is_over) for start in starts)
+            )
+        finally:
+            is_over.set()
         return [result for share in shares for result in share]
 
     return score
 
 
 def all_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse) -> ScoreMany:
-    """Scores items with a function of many, one call of it at a time."""
-    turn = asyncio.Lock()
+    """Scores items with a function of many, one call of it at a time, which a caller who leaves does not end: the one
+    thread is the turn, for which calls wait under their callers' deadlines. No group is begun for a caller who left.
+    """
+    thread = ThreadPoolExecutor(1, "scorer")
 
-    def answers_of(items: Sequence[reward_pb2.ScoreItem]) -> Results:
+    def answers_of(items: Sequence[reward_pb2.ScoreItem], is_over: threading.Event) -> Results:
         if not spec.whole_groups:
             return evaluate_many(function, items, spec)
         return [
             result
             for places in groups_of(items)
+            if not is_over.is_set()
             for result in evaluate_many(function, [items[place] for place in places], spec)
         ]
 
@@ -187,8 +196,11 @@ def all_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse) -> S
             raise InvalidInputError(
                 f"items: {len(items)} are more than max_items {spec.max_items}; send fewer at a time"
             )
-        async with turn:  # bounded: one call of the scorer at a time, each under its caller's deadline
-            return await asyncio.to_thread(answers_of, items)
+        is_over = threading.Event()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, answers_of, items, is_over)
+        finally:
+            is_over.set()
 
     return score
 

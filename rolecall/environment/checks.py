@@ -111,11 +111,12 @@ def environment_fits(settings: RunSettings) -> Callable[[grpc.aio.Channel], Awai
         problem = spec_problem(spec)
         if problem:
             raise ConfigError(f"is environment {spec.name!r}, which {problem}")
-        if 0 < spec.max_sessions < settings.responses_per_group:
-            raise ConfigError(
-                f"is environment {spec.name!r} with max_sessions {spec.max_sessions}, and a group needs "
-                f"{settings.responses_per_group} at a time; raise it, or lower sampling.num_responses"
-            )
+        for setting, needed in _places_needed(settings).items():
+            if 0 < spec.max_sessions < needed:
+                raise ConfigError(
+                    f"is environment {spec.name!r} with max_sessions {spec.max_sessions}, and a prompt needs {needed} "
+                    f"at a time; raise it, or lower {setting}"
+                )
         _check_reward(settings, spec)
         continuation = Continuation(ChatTokenizer(settings.model.path, settings.model.chat_template_kwargs))
         for role in roles_of(spec):
@@ -125,6 +126,15 @@ def environment_fits(settings: RunSettings) -> Callable[[grpc.aio.Channel], Awai
             raise ConfigError(f"is environment {spec.name!r}; {problem}")
 
     return ask
+
+
+def _places_needed(settings: RunSettings) -> dict[str, int]:
+    """Episodes of one prompt that begin together, by the setting that says how many."""
+    sets = settings.evaluation.sets.items()
+    return {
+        "sampling.num_responses": settings.responses_per_group,
+        **{f"evaluation.sets.{name}.num_responses": held_out.num_responses for name, held_out in sets},
+    }
 
 
 def _check_reward(settings: RunSettings, spec: environment_pb2.DescribeEnvironmentResponse) -> None:

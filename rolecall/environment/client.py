@@ -79,6 +79,11 @@ class EnvironmentClient:
         return self._spec
 
     @property
+    def max_sessions(self) -> int:
+        """Sessions that it says it has at a time; 0: it names no bound, or has not described itself yet."""
+        return 0 if self._spec is None else self._spec.max_sessions
+
+    @property
     def num_open(self) -> int:
         """Sessions of this client that were begun and did not end."""
         return len(self._sessions)

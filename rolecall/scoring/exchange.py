@@ -11,7 +11,9 @@ from rolecall.scoring.scores import Failure, Outcome, decode_reward, groups_of, 
 from rolecall.v1 import reward_pb2
 
 MAX_REQUEST_BYTES = 3 * 2**20
-"""Requests are cut below 4 MiB, which servers in most languages refuse by default; a larger item travels alone."""
+"""Requests are cut below 4 MiB, above which servers in most languages refuse them by default; a larger item, or group
+of a scorer that takes whole ones, travels alone, and needs a server that takes it.
+"""
 
 
 def only(item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse) -> reward_pb2.ScoreItem:

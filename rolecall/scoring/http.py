@@ -93,7 +93,7 @@ class HttpCarrier:
             raise status_error(url, response.status_code, data, response.headers.get("retry-after"))
         try:
             return json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # what is nested too deep is not read
             raise ScorerError(f"{url} answered what is no JSON: {_told(data)!r}") from error
 
     async def close(self) -> None:

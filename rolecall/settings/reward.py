@@ -1,6 +1,7 @@
 """Sections of the reward: scorers, the components that use them, the service."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -366,6 +367,19 @@ class RewardSection(ServiceSection):
             raise ValueError(
                 f"components.{name}: reward/{name} or eval/SET/{name} is a metric of the whole reward; rename it"
             )
+        if "" in self.components:
+            raise ValueError("components: one has no name, by which it is reported; give it one")
+        parts = [
+            f"{name}/{part}"
+            for name, component in self.components.items()
+            if isinstance(component.scorer, FunctionScorer)
+            for part in component.scorer.components
+        ]
+        for name, count in Counter([*self.components, *parts]).items():
+            if count > 1:
+                raise ValueError(
+                    f"components: {name} is the name of two, for parts are reported as COMPONENT/PART; rename one"
+                )
         return self
 
     @model_validator(mode="after")

@@ -49,7 +49,8 @@ class Rubric(Section):
     """What the judge may say, at least two, and what each is worth. With `scope: group` they are first, second, tie."""
     scope: Literal["item", "group"] = "item"
     """group: every two responses to a prompt are compared, in both orders; a response is worth the share of comparisons
-    that it wins, a tie being half a win. Orders that disagree are a tie.
+    that it wins, a tie being half a win. Orders that disagree are a tie. A template that shows the conversation then
+    compares no episodes of several turns, each of which has its own.
     """
     num_samples: PositiveInt = 1
     """Answers that are sampled for each question."""

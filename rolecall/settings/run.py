@@ -365,6 +365,22 @@ class RunSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _judges_compare_one_conversation(self) -> Self:
+        if self.environment is None or self.environment.max_turns == 1:
+            return self
+        for name, component in self.reward.components.items():
+            scorer = component.scorer
+            if not isinstance(scorer, ExternalScorer) or scorer.rubric is None or scorer.asked.scope == "item":
+                continue
+            if shown := sorted(scorer.asked.variables & {"prompt", "messages"}):
+                raise ValueError(
+                    f"reward.components.{name}.scorer.rubric: scope group compares two responses in one conversation, "
+                    f"of which its template shows {', '.join(shown)}, and each episode has its own; use scope item, or "
+                    "a function of scope group, or set environment.max_turns to 1 where no episode has more"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _loss_reads_what_is_there(self) -> Self:
         loss, kl = self.algorithm.policy_loss, self.algorithm.kl
         if isinstance(loss, CustomLoss):

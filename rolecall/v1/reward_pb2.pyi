@@ -81,7 +81,7 @@ class ScoreItem(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_REWARD_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Id to answer with; unique in the request. It changes no score. [item.id]"""
+    """Id to answer with; unique in the request alone, for another run may have other items under it. It changes no score. [item.id]"""
     response_text: _builtins.str
     """The response, of an episode its last turn, as text, special tokens left out. An empty one gets a result. [item.empty] So does one of any Unicode
     [item.unicode] and one of 32,768 tokens. [item.long]
@@ -149,7 +149,9 @@ class ScoreRequest(_message.Message):
     ITEMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreItem]:
-        """At least one. A request without any is refused with INVALID_ARGUMENT, or gets no results. [request.empty]"""
+        """At least one. A request without any is refused with INVALID_ARGUMENT, or gets no results. [request.empty] Items are
+        sent in requests under 4 MiB; an item that is larger, or a group where DescribeResponse.whole_groups, goes alone.
+        """
 
     def __init__(
         self,
@@ -399,7 +401,9 @@ class DescribeResponse(_message.Message):
     """
     whole_groups: _builtins.bool
     """Whether a score may depend on the other items of its group (a comparison): a request then holds whole groups, past
-    max_items where one group alone is larger, and an item without a group is one of its own.
+    max_items where one group alone is larger, and an item without a group is one of its own. Nor is a group cut at
+    4 MiB: the server raises its limit of what it receives, which is 4 MiB by gRPC's default, to 16 MiB, which is what
+    callers send at most.
     """
     @_builtins.property
     def reads(self) -> _containers.RepeatedScalarFieldContainer[Global___ScoreField.ValueType]:

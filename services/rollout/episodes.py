@@ -151,14 +151,10 @@ class Episodes:
             raise ConfigError(problem)
         if self._environment.spec.runs_episodes:
             await self._runs.endpoint.start()
-        places, needed = self._environment.spec.max_sessions, self._settings.responses_per_group
+        places, needed = self._environment.max_sessions, self._settings.responses_per_group
         if not places:
             return max_groups
-        if places < needed:
-            raise ConfigError(
-                f"environment.address: environment {self._environment.spec.name!r} has max_sessions {places}, and a "
-                f"group needs {needed} at a time; raise it, or lower sampling.num_responses"
-            )
+        self._check_places(needed, "a group", "sampling.num_responses")
         free = places - needed * num_in_hand - self._environment.num_ending
         return max(0, min(max_groups, free // needed))
 
@@ -181,7 +177,7 @@ class Episodes:
         self, name: str, prompt: trajectory_pb2.Prompt, requests: Sequence[SampleRequest]
     ) -> tuple[list[SampleRequest], list[Response]]:
         """Episodes outside the ledger, one for each request for a response to `prompt`. Waits while the environment is
-        away or full. EpisodeLostError, InvalidInputError as `sample`.
+        away or full. ConfigError when it never has places for all, EpisodeLostError, InvalidInputError as `sample`.
         """
         for number in count():
             group = f"{self._settings.run}/{name}/{number}"
@@ -195,11 +191,23 @@ class Episodes:
 
     @asynccontextmanager
     async def _places_for(self, num_places: int) -> AsyncIterator[None]:
-        """Begins when the environment has so many places, and nobody else takes them meanwhile."""
+        """Begins when the environment has so many places, and nobody else takes them meanwhile. ConfigError when it
+        never has.
+        """
         async with self._opening:  # bounded: by generation_timeout_s of Generate
             while (free := await self._environment.num_free()) is not None and free < num_places:
+                self._check_places(num_places, "a prompt of an evaluation", "evaluation.sets.*.num_responses")
                 await asyncio.sleep(PLACE_S)
             yield
+
+    def _check_places(self, needed: int, by: str, setting: str) -> None:
+        """Returns unless the environment says that it has fewer places than `needed`: ConfigError."""
+        places = self._environment.max_sessions
+        if 0 < places < needed:
+            raise ConfigError(
+                f"environment.address: environment {self._environment.spec.name!r} has max_sessions {places}, and {by} "
+                f"needs {needed} at a time; raise it, or lower {setting}"
+            )
 
     async def play(
         self, places: Sequence[_Place], opening: AbstractAsyncContextManager[None] | None = None

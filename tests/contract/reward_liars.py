@@ -263,6 +263,22 @@ def scores_follow_the_id(request: Request, response: Response) -> None:
             result.reward.value = sum(result.id.encode()) % 100 / 100
 
 
+@LIARS.being("item.id")
+class RemembersById(Honest):
+    """The first score under an id is that of all that come under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values: dict[str, float] = {}
+
+        def lie(request: Request, response: Response) -> None:
+            for result in response.results:
+                if result.HasField("reward"):
+                    result.reward.value = values.setdefault(result.id, result.reward.value)
+
+        self.lie = lie
+
+
 def failing(rule: str, name: str, fails: Callable[[reward_pb2.ScoreItem], bool]) -> None:
     """A liar whose calls fail for certain items."""
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import grpc
@@ -24,12 +25,13 @@ from rolecall.reward import SERVICE_NAME, Scorer, description, new_server, one_b
 from rolecall.rpc.listening import rpc_section
 from rolecall.rpc.server import Server
 from rolecall.settings import RpcSection
-from rolecall.v1 import environment_pb2_grpc, reward_pb2_grpc
+from rolecall.v1 import environment_pb2_grpc, reward_pb2, reward_pb2_grpc
 from tests.contract import environment_honest
 from tests.contract.environment_peers import environment as counting
 from tests.contract.kits import QUICK, ROOT, ROWS, UNLISTED, broken, skipped, written
 from tests.contract.peer import Authority
 from tests.contract.reward_liars import Honest
+from tests.contract.reward_peers import serving
 from tests.ports import free_port
 
 
@@ -99,6 +101,41 @@ async def test_a_server_that_reads_small_requests_alone_is_found() -> None:
     report = await examine_scorer(Peer(f"127.0.0.1:{port}"), own_pool(), QUICK)
     await server.stop(0.0)
     assert broken(report) == ["calls.bytes"]
+
+
+async def test_a_server_that_takes_whole_groups_reads_large_ones() -> None:
+    honest = Honest()
+    honest.spec.whole_groups = True
+    default = grpc.aio.server()
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(honest, default)
+    port = default.add_insecure_port("127.0.0.1:0")
+    await default.start()
+    report = await examine_scorer(Peer(f"127.0.0.1:{port}"), own_pool(), QUICK)
+    await default.stop(0.0)
+    assert broken(report) == ["calls.bytes"]
+    async with serving(honest) as address:
+        assert broken(await examine_scorer(Peer(address), own_pool(), QUICK)) == []
+
+
+class FourAtATime(Honest):
+    """It turns away a fifth call, which its caller is to make again."""
+
+    num_calls = 0
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+        if self.num_calls == 4:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "four at a time")
+        self.num_calls += 1
+        try:
+            await asyncio.sleep(0.01)
+            return await super().Score(request, context)
+        finally:
+            self.num_calls -= 1
+
+
+async def test_a_server_that_turns_calls_away_for_now_keeps_every_rule() -> None:
+    async with serving(FourAtATime()) as address:
+        assert broken(await examine_scorer(Peer(address), own_pool(), QUICK)) == []
 
 
 async def test_a_service_that_scores_and_says_that_it_does_not_serve_is_found() -> None:

@@ -106,6 +106,8 @@ WRONG: dict[str, Any] = {
     "NaN": Reply(body=b"[0.5, NaN]"),
     "infinity": Reply(body=b"[0.5, -Infinity]"),
     "beyond float32": [0.5, 1e39],
+    "beyond a float": [0.5, 10**400],
+    "nested deep": Reply(body=b"[" * 100_000),
     "beyond its range": [0.5, 1.01],
     "lists": [0.5, [0.5]],
     "an object": {"score": [0.5, 0.5]},

@@ -111,6 +111,7 @@ UNREADABLE: dict[str, Any] = {
     "a number": openai_answer(json.dumps({"reason": "", "verdict": 1.0})),
     "a list": openai_answer(json.dumps(["good"])),
     "nothing": openai_answer(""),
+    "nested deep": openai_answer("[" * 100_000),
     "cut off": openai_answer(verdict_json("good"), finish_reason="length"),
     "filtered": openai_answer(verdict_json("good"), finish_reason="content_filter"),
     "no content": {"choices": [{"finish_reason": "stop", "message": {"content": None}}]},
@@ -124,6 +125,7 @@ GARBAGE: dict[str, Any] = {
     "too many choices": openai_answer(verdict_json("good"), verdict_json("good")),
     "no choice": openai_answer(),
     "bytes": Reply(body=bytes(range(256))),
+    "nested deep": Reply(body=b"[" * 100_000),
     "17 MB": Reply(body=b'"' + b"x" * 17_000_000 + b'"'),
 }
 
@@ -252,6 +254,13 @@ async def test_several_answers_vote_and_what_is_no_verdict_has_none(
     assert twin.requests[0].body["n"] == 3
 
 
+@pytest.mark.parametrize("usage", [(10**400, 1), (-1, 1), (1, 10**30)])
+async def test_a_verdict_stands_whatever_the_server_says_of_its_tokens(usage: tuple[int, int]) -> None:
+    twin = HttpTwin(lambda request: openai_answer(verdict_json("good"), usage=usage))
+    async with component(twin, {**RUBRIC, "prices": [1.0, 1.0]}) as judge:
+        assert values(await judge.score(items_of("right"))) == [1.0]
+
+
 async def test_a_choice_is_a_verdict_and_nothing_else() -> None:
     contents = iter(["good", " bad\n", "good.", "goo"])
     twin = HttpTwin(lambda request: openai_answer(next(contents)))
@@ -290,6 +299,22 @@ async def test_a_group_with_a_comparison_without_a_verdict_has_no_scores() -> No
 
     async with component(judge_twin(answer), COMPARING) as judge:
         assert values(await judge.score(items_of("a", "bad", "cc"))) == ["ABSTAINED"] * 3
+
+
+async def test_responses_in_different_conversations_are_compared_only_where_none_is_shown() -> None:
+    items = items_of("done", "done", "over")
+    for item, move in zip(items, ("a good move", "an awful move", "a move"), strict=True):
+        item.messages.add(role="assistant", content=move)
+        item.messages.add(role="user", content="Go on.")
+    twin = judge_twin(longer)
+    async with component(twin, {**COMPARING, "template": "{{ prompt }}\n1: {{ first }}\n2: {{ second }}"}) as judge:
+        outcomes = await judge.score(items)
+        assert values(outcomes) == ["INVALID_INPUT"] * 3
+        assert isinstance(outcomes[0], Failure)
+        assert "group 7 follow different conversations" in outcomes[0].message
+    assert not twin.requests
+    async with component(twin, COMPARING) as judge:
+        assert values(await judge.score(items)) == [0.5, 0.5, 0.5]
 
 
 async def test_a_token_is_never_sent_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import math
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -18,7 +19,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from rolecall.errors import InvalidInputError, ScorerError, ScorerUnavailableError, UnauthenticatedError
-from rolecall.reward import Field, Item, Score, Scorer, all_at_once, description, new_server, one_by_one
+from rolecall.reward import NUM_THREADS, Field, Item, Score, Scorer, all_at_once, description, new_server, one_by_one
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.listening import rpc_section
 from rolecall.scoring.client import RewardClient, open_client
@@ -30,6 +31,7 @@ from services.reward.dispatcher import Dispatcher
 from services.reward.service import RewardServicer
 from tests.contract.peer import Authority
 from tests.contract.reward_peers import Liar, client_of, items_of, serving, write_user_module
+from tests.waiting import until
 
 COMPONENT: TypeAdapter[RewardComponent] = TypeAdapter(RewardComponent)
 READS: tuple[Field, ...] = ("response_text",)
@@ -226,6 +228,63 @@ async def test_a_component_may_compare_the_responses_of_a_group(start_service: S
         {"longest": 1.0, "ranked": 0.0},
     ]
     assert sorted(seen) == [["a"], ["b", "aa", "c"]]
+
+
+async def test_a_function_of_many_runs_once_at_a_time_whoever_leaves() -> None:
+    begun: list[str] = []
+    may_end, num_now, most = threading.Event(), 0, 0
+
+    def many(items: Sequence[Item]) -> list[float]:
+        nonlocal num_now, most
+        num_now += 1
+        most = max(most, num_now)
+        begun.append(items[0].response_text)
+        may_end.wait(60)
+        num_now -= 1
+        return [0.5] * len(items)
+
+    spec = description("many", (0, 1), READS, {}, token_rewards=False, max_items=2)
+    score = all_at_once(many, spec)
+    left, waiting, last = (asyncio.ensure_future(score(items_of(name))) for name in ("left", "waiting", "last"))
+    await until(lambda: begun)
+    left.cancel()
+    waiting.cancel()
+    await asyncio.wait([left, waiting, last], timeout=0.2)
+    assert begun == ["left"], "it runs on, and nobody beside it"
+    may_end.set()
+    (result,) = await last
+    assert (result.reward.value, begun, most) == (0.5, ["left", "last"], 1)
+
+
+@pytest.mark.parametrize("kind", ["one_by_one", "whole_groups"])
+async def test_what_is_not_begun_when_the_caller_leaves_is_never_begun(kind: str) -> None:
+    begun: list[str] = []
+    may_end = threading.Event()
+
+    def one(item: Item) -> float:
+        begun.append(item.group)
+        may_end.wait(60)
+        return 0.5
+
+    def group(items: Sequence[Item]) -> list[float]:
+        return [one(item) for item in items]
+
+    spec = description("it", (0, 1), READS, {}, token_rewards=False, max_items=0, whole_groups=kind == "whole_groups")
+    score = one_by_one(one, spec) if kind == "one_by_one" else all_at_once(group, spec)
+    items = items_of(*["x"] * 64)
+    for place, item in enumerate(items):
+        item.group = f"g{place}"
+    left = asyncio.ensure_future(score(items))
+    await until(lambda: begun)
+    left.cancel()
+    await asyncio.wait([left])
+    may_end.set()
+    last = items_of("last")
+    last[0].group = "last"
+    assert len(await score(last)) == 1
+    await asyncio.sleep(0.1)  # in which others would be begun
+    assert len(begun) <= NUM_THREADS + 1
+    assert "last" in begun
 
 
 async def test_items_are_routed_to_scorers_by_their_fields(start_service: StartService) -> None:

@@ -16,10 +16,11 @@ from rolecall.columns import ROUTED_EXPERTS
 from rolecall.data.mixture import Mixture
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment import Action, Answer, Env, Task
+from rolecall.environment.checks import environment_fits
 from rolecall.environment.client import open_environment
 from rolecall.errors import ConfigError, EpisodeLostError, PromptTooLongError
 from rolecall.scoring.scores import score_item
-from rolecall.settings import EnvironmentSection, RpcSection
+from rolecall.settings import EnvironmentSection, RpcSection, RunSettings
 from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import decode_tensor
@@ -29,9 +30,10 @@ from services.rollout.replica import Replica
 from services.rollout.sampling import SampleRequest
 from services.rollout.scripted import ScriptedEngine, digest_of
 from services.rollout.turns.observations import Observations
-from tests.contract.environment_peers import environment
+from tests.contract.environment_peers import client_of, environment
 from tests.contract.rollout_replica import CONSUMER, ReplicaUnderTest, generate_request, replica_under_test
 from tests.fixtures_store import StoreUnderTest
+from tests.smallest import smallest_tree
 from tests.tiny_tokenizer import EOS_TOKEN_ID, write_tokenizer
 from tests.waiting import until
 
@@ -320,6 +322,31 @@ async def test_an_evaluation_waits_for_places(store: StoreUnderTest, folder: Pat
             answers = await asyncio.gather(*(rollout.generate(2, id=f"eval/0/heldout/{i}") for i in range(6)))
             assert [len(each) for each in answers] == [2] * 6
             await until(lambda: sessions.num_open == 0)
+
+
+async def test_an_evaluation_that_needs_more_places_than_there_are_is_refused(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    async with environment(Talk, max_sessions=3, **TURNS) as (address, sessions):
+        sets = {"held": {"path": "held.jsonl", "num_responses": 3}, "wide": {"path": "held.jsonl", "num_responses": 4}}
+        settings = RunSettings.model_validate(
+            smallest_tree(
+                folder,
+                model={"path": str(folder)},
+                environment={"address": address},
+                sampling={"num_responses": 2},
+                evaluation={"sets": sets},
+            )
+        )
+        async with client_of(address) as client:
+            with pytest.raises(ConfigError, match=r"max_sessions 3, .* needs 4 .* evaluation\.sets\.wide\.num_resp"):
+                await environment_fits(settings)(client._channel)
+        async with rollout_in(store, folder, address, responses_per_group=2) as rollout:
+            await rollout.publish(1)
+            assert len(await rollout.generate(3)) == 3
+            with pytest.raises(ConfigError, match=r"max_sessions 3, and a prompt of an evaluation needs 4"):
+                await rollout.generate(4)
+        await until(lambda: sessions.num_open == 0)
 
 
 async def test_an_episode_that_the_environment_lost_is_begun_again_in_its_place(

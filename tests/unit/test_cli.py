@@ -127,11 +127,29 @@ def test_a_command_or_role_that_does_not_exist_is_told_with_the_nearest_one(
         ("actor.optimizer.betas=[0.9, 1.5]", "less than 1"),
         ("run.seed=99999999999999999999999", "less than 9223372036854775808"),
         ("reward.components={accuracy: {scorer: {kind: exact_match}}}", "is a metric of the whole reward"),
+        ("reward.components={'': {scorer: {kind: exact_match}}}", "one has no name"),
+        (
+            "reward.components={a: {scorer: {kind: function, target: 'm:f', components: [b]}}, "
+            "a/b: {scorer: {kind: exact_match}}}",
+            "a/b is the name of two",
+        ),
+        ("evaluation.sets={\u6570\u5b66: {path: held.jsonl}}", "evaluation.sets.\u6570\u5b66.*is no name of a set"),
+        ("evaluation.sets={math/aime: {path: held.jsonl}}", "'math/aime' is no name of a set"),
+        ("evaluation.sets={'': {path: held.jsonl}}", "'' is no name of a set"),
     ],
 )
 def test_what_no_role_could_work_with_is_refused_with_the_file(tmp_path: Path, override: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_settings(write_light_config(tmp_path), [override])
+
+
+def test_a_set_has_a_name_of_words_and_a_component_one_in_any_script(tmp_path: Path) -> None:
+    overrides = [
+        "evaluation.sets={AIME 2024 (v1.1): {path: held.jsonl}}",
+        "reward.components={'\u6b63\u786e': {scorer: {kind: exact_match}}, a/b: {scorer: {kind: json}}}",
+    ]
+    settings = load_settings(write_light_config(tmp_path), overrides)
+    assert (*settings.evaluation.sets, *settings.reward.components) == ("AIME 2024 (v1.1)", "\u6b63\u786e", "a/b")
 
 
 @pytest.mark.parametrize(

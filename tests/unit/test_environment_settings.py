@@ -52,6 +52,21 @@ def test_sections_that_do_not_fit_are_refused(
         settings(tmp_path, scorer, **sections)
 
 
+def test_a_judge_that_compares_shows_no_conversation_of_episodes(tmp_path: Path) -> None:
+    def judge(template: str, scope: str = "group") -> dict[str, Any]:
+        verdicts = {"good": 1, "bad": 0} if scope == "item" else {}
+        rubric = {"model": "m", "scope": scope, "template": template, "verdicts": verdicts}
+        return {"kind": "judge", "address": "http://127.0.0.1:1/v1", "rubric": rubric}
+
+    comparing = judge("{{ messages }} {{ first }} {{ second }}")
+    with pytest.raises(ValidationError, match=r"won\.scorer\.rubric: scope group compares .* template shows messages"):
+        settings(tmp_path, comparing, environment=ADDRESS)
+    settings(tmp_path, comparing)
+    settings(tmp_path, comparing, environment={**ADDRESS, "max_turns": 1})
+    settings(tmp_path, judge("{{ first }} {{ second }}"), environment=ADDRESS)
+    settings(tmp_path, judge("{{ messages }} {{ response }}", scope="item"), environment=ADDRESS)
+
+
 def test_a_row_is_as_long_as_a_conversation_unless_it_is_said_and_the_store_is_budgeted_for_it(tmp_path: Path) -> None:
     run = settings(tmp_path, {"kind": "environment"}, environment=ADDRESS)
     longest = run.data.max_prompt_tokens + run.sampling.max_tokens

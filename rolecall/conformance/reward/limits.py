@@ -7,6 +7,7 @@ from rolecall.conformance.reward.answers import blame
 from rolecall.conformance.reward.contract import ANSWERS, CONTRACT
 from rolecall.conformance.reward.pool import with_response
 from rolecall.conformance.reward.session import RewardSession
+from rolecall.rpc.options import MAX_MESSAGE_BYTES
 from rolecall.scoring.exchange import only
 from rolecall.v1 import reward_pb2
 
@@ -14,8 +15,10 @@ UNLIMITED_ITEMS = 256
 """Items of one request that a service without a limit of its own must take."""
 MOST_ITEMS = 4096
 """A larger limit is not tried out."""
-REQUEST_BYTES = 4 * 2**20 - 2**16
-"""Size of a large request: 4 MiB less what else travels."""
+REQUEST_BYTES = 4 * 2**20
+"""Size of a large request; that of a large group is the largest message that callers send."""
+SPARE_BYTES, SPARE_ITEM_BYTES = 2**16, 2**10
+"""What else travels in a request, and in each of its items, beside responses."""
 NUM_LARGE_ITEMS = 16
 
 
@@ -67,19 +70,25 @@ async def above_max_items(session: RewardSession) -> Verdict:
     return unless(blame(session, items, response), f"{num} items scored")
 
 
-@CONTRACT.rule("calls.bytes", "RewardService", "Requests of up to 4 MiB, gRPC's own limit, are read.", ANSWERS)
+@CONTRACT.rule(
+    "calls.bytes",
+    "RewardService",
+    "Requests of up to 4 MiB, gRPC's own limit, are read, and of up to 16 MiB where DescribeResponse.whole_groups.",
+    ANSWERS,
+)
 async def large_request(session: RewardSession) -> Verdict:
-    """Sends a few items with responses of 256 KiB, as large a request as they make. One that is not done in time was
-    read all the same.
+    """Sends a few items with responses of 256 KiB, as large a request as they make; to a service that takes whole
+    groups a group as large as a request may be. One that is not done in time was read all the same.
     """
     if reward_pb2.SCORE_FIELD_RESPONSE_TEXT not in session.spec.reads:
         return skipped("it does not read response_text, so its requests are small")
     num = min(session.spec.max_items or NUM_LARGE_ITEMS, NUM_LARGE_ITEMS)
-    size = REQUEST_BYTES // NUM_LARGE_ITEMS - 1024
-    items = [
-        only(with_response(item, item.id, "word " * (size // 5), 1), session.spec)
-        for item in session.pool.copies(num, "large")
-    ]
+    whole = session.spec.whole_groups
+    size = (MAX_MESSAGE_BYTES - SPARE_BYTES) // num if whole else (REQUEST_BYTES - SPARE_BYTES) // NUM_LARGE_ITEMS
+    text = "word " * ((size - SPARE_ITEM_BYTES) // 5)
+    items = [only(with_response(item, item.id, text, 1), session.spec) for item in session.pool.copies(num, "large")]
+    for item in items:
+        item.group = "large" if whole else item.group
     num_bytes = reward_pb2.ScoreRequest(items=items).ByteSize()
     try:
         await session.score(items)

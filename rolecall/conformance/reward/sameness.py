@@ -94,12 +94,20 @@ async def concurrent(session: RewardSession) -> Verdict:
 
 @CONTRACT.rule("item.id", "ScoreItem.id", "It changes no score.", NEEDS)
 async def other_id(session: RewardSession) -> Verdict:
-    """Sends the same items under other ids."""
-    renamed = {f"other/{i}": item for i, item in enumerate(session.pool.items)}
-    after = await session.results(session.chunks([with_id(item, name) for name, item in renamed.items()]))
-    first = await session.first_results()
-    before = {name: first[item.id] for name, item in renamed.items()}
-    return unless(difference(before, after, session.options.tolerance))
+    """Sends the same items under other ids, then under those of each other."""
+    items, first = session.pool.items, await session.first_results()
+    ids = {
+        "other ids": [f"other/{place}" for place, _ in enumerate(items)],
+        "ids of other items": [item.id for item in (*items[1:], *items[:1])],
+    }
+    for what, names in ids.items():
+        renamed = dict(zip(names, items, strict=True))
+        after = await session.results(session.chunks([with_id(item, name) for name, item in renamed.items()]))
+        before = {name: first[item.id] for name, item in renamed.items()}
+        problem = difference(before, after, session.options.tolerance)
+        if problem:
+            return unless(f"under {what}: {problem}")
+    return unless(None)
 
 
 def _may_pass(result: reward_pb2.ScoreResult) -> bool:

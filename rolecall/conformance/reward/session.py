@@ -19,7 +19,7 @@ from rolecall.v1 import reward_pb2, reward_pb2_grpc
 
 Items = Sequence[reward_pb2.ScoreItem]
 MAX_ATTEMPTS = 6
-"""Times that a call is made when the service limits its rate."""
+"""Times in a row that a call is refused for now before it has failed, while no other is answered."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class RewardSession:
         self._channel = peer.open()
         self.stub = reward_pb2_grpc.RewardServiceStub(self._channel)
         self._limit = RateLimit()
+        self._num_answered = 0
         self._first: list[tuple[Items, reward_pb2.ScoreResponse]] = []
 
     async def open(self) -> None:
@@ -83,25 +84,29 @@ class RewardSession:
         return cut([only(item, self.spec) for item in items], self.spec)
 
     async def score(self, items: Items) -> reward_pb2.ScoreResponse:
-        """One call with exactly these items. While the service limits its rate, the call waits and is repeated."""
+        """One call with exactly these items. While the service refuses it for now, the call waits and is repeated."""
         request = reward_pb2.ScoreRequest(items=items)
         loop = asyncio.get_running_loop()
-        for attempt in range(MAX_ATTEMPTS):
+        num_left = MAX_ATTEMPTS
+        while True:
+            num_answered = self._num_answered
             await asyncio.sleep(max(0.0, self._limit.pause_s()))
             called_at = loop.time()
             try:
                 response = await self.stub.Score(request, timeout=self.options.timeout_s)
             except grpc.aio.AioRpcError as error:
                 known = self._error(error, "Score")
-                if not isinstance(known, RateLimitedError) or attempt == MAX_ATTEMPTS - 1:
+                num_left = num_left - 1 if self._num_answered == num_answered else MAX_ATTEMPTS
+                is_refused = isinstance(known, RateLimitedError) or error.code() is grpc.StatusCode.UNAVAILABLE
+                if not is_refused or not num_left:
                     raise
                 self._limit.refused(called_at, float(known.details.get("retry_after_s", 0.0)))
                 continue
             self._limit.answered()
+            self._num_answered += 1
             if response is None:
                 raise ScorerError("it answered bytes that are not a ScoreResponse")
             return response
-        raise AssertionError("unreachable")
 
     async def results(self, chunks: Iterable[Items]) -> dict[str, reward_pb2.ScoreResult]:
         """The results of several calls, one after the other, by id."""

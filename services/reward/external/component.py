@@ -133,3 +133,5 @@ def _result(item: reward_pb2.ScoreItem, answer: Answer, spec: reward_pb2.Describ
         return result_of(item, answer, spec)
     except RoleCallError as error:
         return failure_of(item, error)
+    except OverflowError:  # JSON has integers of any size
+        return failure_of(item, ScorerError("it answered an integer that exceeds every float"))

@@ -72,7 +72,14 @@ class Judge:
         return [await self._asked(item, response=item.response_text) for item in items]
 
     async def _ranked(self, items: Sequence[Item]) -> list[float]:
-        """Each response's share of wins over the others of its group; half where there are none."""
+        """Each response's share of wins over the others of its group; half where there are none. InvalidInputError
+        when they follow different conversations, of which a question shows one.
+        """
+        if any(item.messages != items[0].messages for item in items):
+            raise InvalidInputError(
+                f"the responses of group {items[0].group} follow different conversations, as those of episodes do, and "
+                "a comparison shows one; leave them to a rubric of scope item, or to a function of scope group"
+            )
         texts = sorted({item.response_text for item in items})
         pairs = list(combinations(texts, 2))
         # every question ends by itself and is remembered, also where another one fails
@@ -131,11 +138,11 @@ class Judge:
             ) from error
 
     def _count(self, usage: Any) -> None:
-        """Counts the tokens that the server says it took; a server that says none is counted as none."""
+        """Counts the tokens that the server says it took; what it says that is no count is counted as none."""
         if not isinstance(usage, dict):
             return
         asked, answered = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
-        if not isinstance(asked, int) or not isinstance(answered, int) or min(asked, answered) < 0:
+        if not isinstance(asked, int) or not isinstance(answered, int) or not 0 <= asked + answered < 2**53:
             return
         prices = self._rubric.prices
         cost = None if prices is None else (asked * prices[0] + answered * prices[1]) / 1e6

@@ -84,7 +84,7 @@ def _verdict(choice: dict[str, Any], rubric: Rubric) -> str | None:
 def _of_json(content: str) -> str | None:
     try:
         found = json.loads(content, object_pairs_hook=_pairs)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or found.keys() != {"reason", "verdict"}:
         return None
