@@ -96,6 +96,7 @@ class Loop:
             self._end,
             recovered.sealed_gids,
             position.failed.get("scorer_error", ()),
+            position.next_gid,
         )
         self._reaper = Reaper(
             settings.controller, ledger, threads, self._collection, self._end, position.failed.get("over_delivered", ())
