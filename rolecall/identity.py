@@ -126,8 +126,8 @@ def adapters_to_begin_with(settings: RunSettings | SftSettings) -> LoraSection |
 
 def settle(settings: RunSettings | SftSettings) -> None:
     """Keeps in run.dir what the run is when it starts there, and compares when it goes on: with what is kept there and
-    in the newest checkpoint, or where neither keeps anything with what an earlier release wrote to config.yaml there.
-    ConfigError names what is another, as it was and as it is now; else raises as `newest_checkpoint`.
+    in the newest checkpoint. ConfigError names what is another, as it was and as it is now; else raises as
+    `newest_checkpoint`.
     """
     directory = settings.run.dir
     table = FIXED if isinstance(settings, RunSettings) else FIXED_OF_SFT
@@ -141,10 +141,8 @@ def settle(settings: RunSettings | SftSettings) -> None:
     in_dir, newest = kept(directory), newest_checkpoint(settings)
     befores = {
         f"the run in {directory}": in_dir,
-        f"the run whose checkpoints are in {settings.run.checkpoints}": newest.state.get(STATE, {}) if newest else {},
+        f"the run whose checkpoints are in {settings.run.checkpoints}": newest.state[STATE] if newest else {},
     }
-    if not any(befores.values()):
-        befores = {f"the run in {directory}": {name: written[name] for name in plain & written.keys()}}
     for where, before in befores.items():
         changed = [
             f"{name} ({fixed.why}{_before_and_now((before if name in plain else written).get(name), given.get(name))})"

@@ -149,11 +149,16 @@ def read_rows(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]:
             f"that to {setting}"
         )
     try:
-        yield from _parquet_rows(path) if kind == ".parquet" else _json_rows(path)
+        yield from _parquet_rows(path) if is_parquet(path) else _json_rows(path)
     except OSError as error:
         raise ConfigError(
             f"the dataset {path} cannot be read: {error.strerror or error}; make it a readable file"
         ) from error
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file of rows is read as parquet: by its name."""
+    return path.suffix.lower() == ".parquet"
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -10,12 +10,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rolecall.data.continuation import ChatMessage, Tools
 from rolecall.data.conversations import TOOLS_FIELD, Conversations, close_of_turn, columns, parse_conversation
-from rolecall.data.dataset import parse_messages, rows_of
+from rolecall.data.dataset import is_parquet, parse_messages, rows_of
 from rolecall.data.model_files import eos_token_ids
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
@@ -57,7 +58,18 @@ def load_examples(files: Path | tuple[Path, ...], data: SftDataSection, setting:
     """All rows of `files`, which `setting` names, in their order. ConfigError names the line (from 1) and the field
     that is wrong.
     """
-    return [_parse(row, where, data) for _, _, where, row in rows_of(files, setting)]
+    paths = (files,) if isinstance(files, Path) else files
+    return [
+        _parse(_without_nulls(row) if is_parquet(paths[place - 1]) else row, where, data)
+        for place, _, where, row in rows_of(files, setting)
+    ]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns what was written to parquet, whose structs have the fields of every row, null where a row had none."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def tokenize(examples: Sequence[Example], tokenizer: ChatTokenizer, end: int, max_tokens: int) -> TokenizedExamples:

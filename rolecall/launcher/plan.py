@@ -131,7 +131,7 @@ def _require_ours(directory: Path) -> None:
     """RunExistsError when the directory holds something, and no run was started there. The root of a fresh volume
     holds `lost+found`.
     """
-    if not directory.is_dir() or any((directory / name).is_file() for name in ("identity.json", "logs/sft.log")):
+    if not directory.is_dir() or (directory / "identity.json").is_file():
         return
     for path in sorted(directory.iterdir()):
         if path.name not in ("logs", "lost+found") and not _is_of_tokens(path):

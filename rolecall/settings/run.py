@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from pydantic import PrivateAttr, field_validator, model_validator
 
-from rolecall.columns import COLUMNS, TEACHER, Column, Given, Plugin, column, reference_column
+from rolecall.columns import COLUMNS, ROUTED_EXPERTS, TEACHER, Column, Given, Plugin, column, reference_column
 from rolecall.settings.algorithm.advantages import (
     CustomAdvantage,
     GdpoAdvantage,
@@ -101,6 +101,17 @@ class RunSettings(Section):
         if kl is not None and kl.reference in self.references:
             found.append(column(reference_column(kl.reference)))
         return tuple(found)
+
+    @property
+    def columns_trained_on(self) -> dict[str, str]:
+        """Columns of a row that the actor's steps read beside those of every run: the setting that asks for each, by
+        name.
+        """
+        asked = dict(self.algorithm.loss_columns)
+        if self.actor.router_replay == "r3":
+            asked[ROUTED_EXPERTS] = "actor.router_replay"
+        held = {each.name for each in self.columns}  # not those of the actor's own base, which no row holds
+        return {name: setting for name, setting in asked.items() if name in held}
 
     @property
     def takes_shifts(self) -> bool:

@@ -102,6 +102,10 @@ class Rows:
         """Per row, what is known of the trajectory beside its arrays. RowMissingError when a row is not there."""
         return [_meta(ref, data) for ref, (data,) in zip(refs, self._fields(refs, [META]), strict=True)]
 
+    def hold(self, refs: Sequence[RowRef], name: str) -> bool:
+        """Whether every row of `refs` is there with the column `name`."""
+        return all(self._connection.pipeline([("HEXISTS", self._key(ref), name) for ref in refs]))
+
     def put(self, refs: Sequence[RowRef], columns: Sequence[Mapping[str, Array]]) -> int:
         """Writes columns into existing rows, once: a column that is there stays as it was. Returns how many rows had
         all of theirs before.

@@ -741,6 +741,7 @@ class TrainBatch(_message.Message):
     STATISTICS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     CRITIC_ONLY_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step this batch makes; 0 for the first."""
     digest: _builtins.str
@@ -771,6 +772,10 @@ class TrainBatch(_message.Message):
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupTokens]:
         """The tokens of the groups' rows, in the order of gids; or empty, and the audit compares none."""
 
+    @_builtins.property
+    def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the columns that its rows have by the settings that it was sealed under: what trains on others cannot train it again."""
+
     def __init__(
         self,
         *,
@@ -783,10 +788,11 @@ class TrainBatch(_message.Message):
         statistics: Global___BatchStatistics | None = ...,
         tokens: _abc.Iterable[Global___GroupTokens] | None = ...,
         critic_only: _builtins.bool = ...,
+        columns: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients", "statistics", b"statistics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients", "critic_only", b"critic_only", "digest", b"digest", "gids", b"gids", "greedy_rows", b"greedy_rows", "rows", b"rows", "statistics", b"statistics", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coefficients", b"coefficients", "columns", b"columns", "critic_only", b"critic_only", "digest", b"digest", "gids", b"gids", "greedy_rows", b"greedy_rows", "rows", b"rows", "statistics", b"statistics", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -47,6 +47,7 @@ async def _serve(args: ServiceArgs) -> None:
         section.token_budget,
         consumer,
         settings.run.checkpoints,
+        settings.actor.train_timeout_s,
     )
     server = make_server(settings, section, "actor")
     server.add(

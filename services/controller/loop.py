@@ -25,7 +25,7 @@ from services.controller.durable.saving import NO_ROOM, CheckpointSaver
 from services.controller.evaluating import Evaluations
 from services.controller.groups.assembly import Assembly, ScoredGroup
 from services.controller.groups.collection import Collection
-from services.controller.groups.failures import RunEnd
+from services.controller.groups.failures import RunEnd, starts_over
 from services.controller.groups.group_scorer import GroupScorer
 from services.controller.groups.intake import Intake
 from services.controller.groups.prompts import Cursor, PromptSequence
@@ -96,6 +96,7 @@ class Loop:
             self._end,
             recovered.sealed_gids,
             position.failed.get("scorer_error", ()),
+            position.next_gid,
         )
         self._reaper = Reaper(
             settings.controller, ledger, threads, self._collection, self._end, position.failed.get("over_delivered", ())
@@ -174,10 +175,11 @@ class Loop:
             try:
                 await self._last_checkpoint()
             except RoleCallError as failed:
-                if error is None:
+                if error is None and not (board.stop_requested and starts_over(failed)):
                     raise
+                why = "the run was stopped" if error is None else error.message  # and no loop comes after this one
                 raise BudgetSpentError(
-                    f"{error.message}; no checkpoint of step {self._step} could be saved: {failed.message}"
+                    f"{why}; no checkpoint of step {self._step} could be saved: {failed.message}"
                 ) from failed
         if error is not None:
             raise error

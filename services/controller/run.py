@@ -86,8 +86,10 @@ class ControllerRun:
                 self._ledger.lock, self._settings.controller.lease_s, latest[1].ctl if latest else 0
             )
             try:
-                if (await self._threads.call(self._ledger.position)).paused and not self._board.steered:
+                position = await self._threads.call(self._ledger.position)
+                if position.paused and not self._board.steered:
                     self._board.pause()  # now: people may have taken away the roles that are waited for
+                await self._threads.call(self._recovery.require_columns, position, latest[1].step if latest else 0)
                 await self._run_locked(ctl)
             finally:
                 # nobody's run to give back, nobody to give it to, or a store that the next controller has to judge
@@ -147,7 +149,8 @@ class ControllerRun:
 
     async def _store_went_back(self, error: RoleCallError) -> bool:
         """Whether the loop failed because the store lost what it had acknowledged, or may have: it is away now. Then a
-        trainer finds no sealed batch, for instance. Rows that a batch needs are never gone else.
+        trainer finds no sealed batch, for instance. Rows that a batch needs are never gone else, nor columns of them:
+        `Recovery.require_columns` refuses settings that train on others than were written.
         """
         try:
             await self._threads.call(

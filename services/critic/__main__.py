@@ -48,6 +48,7 @@ async def _serve(args: ServiceArgs) -> None:
         section.token_budget,
         consumer,
         settings.run.checkpoints,
+        settings.actor.train_timeout_s,
     )
     server = make_server(settings, section, "critic")
     server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(calls), "rolecall.v1.CriticService")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rolecall.data.dataset import load_prompts
-from rolecall.errors import CheckpointMismatchError
+from rolecall.errors import BudgetSpentError, CheckpointMismatchError
 from rolecall.identity import kept, settle
 from rolecall.settings import RunSettings
 from rolecall.store.budget import STORE_SHARE, StoreBudget
@@ -74,6 +74,25 @@ async def test_a_checkpoint_that_takes_long_stalls_no_run_that_waits_for_it(ligh
             run.actor.trainer.may_write.set()
             await life.ends()
     assert balance(run) == (24, 24, 0, 0)
+
+
+async def test_a_storage_that_hangs_costs_checkpoints_and_not_the_run(light_run: LightRun) -> None:
+    async with light_run(run={"num_steps": 1000, "checkpoint_every_steps": 2}, actor={"train_timeout_s": 5.0}) as run:
+        run.actor.trainer.may_write.clear()
+        async with run.controller() as life, run.rollout("rollout-0", token_s=0.002):
+            await life.reaches(8)  # the checkpoint of step 2 hangs, which those after it are refused for
+            status = await life.status()
+            assert (status.num_recoveries, status.last_failure) == (0, "")
+            assert run.checkpoints.latest() is None
+            run.actor.trainer.may_write.set()
+            assert (await life.saved()).step >= 8
+            run.actor.trainer.may_write.clear()
+            await life.stub.StopRun(pb.StopRunRequest(checkpoint=True))
+            with pytest.raises(
+                BudgetSpentError, match=r"the run was stopped; no checkpoint of step \d+ could be saved"
+            ):
+                await life.ends()
+    assert (await asyncio.to_thread(run.newest)).step >= 8
 
 
 async def test_steps_go_on_while_a_checkpoint_is_written_and_its_rows_stay_until_it_is_committed(

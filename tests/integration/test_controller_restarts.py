@@ -3,12 +3,15 @@ trained or scored twice.
 """
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
+from rolecall.data.mixture import Mixture
 from rolecall.errors import (
     BudgetSpentError,
     ConfigError,
@@ -22,9 +25,13 @@ from rolecall.settings import RunSettings
 from rolecall.store.position import GroupState, RunPosition
 from rolecall.store.rows import Rows
 from rolecall.v1 import controller_pb2 as pb
+from rolecall.v1 import training_pb2
 from services.controller.durable.run_point import Checkpoints
+from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
+from tests.integration.test_distillation import LightTeacher, section_of
 from tests.twins.run import RUN_S, Life, LightRun, TwinRun, balance, check_trained_once, parity
+from tests.twins.trainer import ActorTwin
 from tests.waiting import until
 
 MakeSettings = Callable[..., RunSettings]
@@ -119,6 +126,72 @@ async def test_a_batch_whose_columns_are_of_other_settings_asks_for_them(
         run.settings = before
         await run.to_the_end()
     assert balance(run) == (12, 12, 0, 0)
+
+
+class RegularisedActor(ActorTwin):
+    """An actor whose loss reads the logprobs of a reference."""
+
+    trains_on = (*ActorTwin.trains_on, "ref/logprobs")
+
+
+class FrozenTwin(LightTeacher):
+    """A reference that is asked for the KL."""
+
+    async def ComputeLogprobs(
+        self, request: training_pb2.ComputeColumnRequest, context: Any
+    ) -> training_pb2.ComputeColumnResponse:
+        request.prefix = "ref"
+        return await super().ComputeLogprobs(request, context)
+
+
+async def test_a_loss_that_reads_what_batches_lack_is_refused_until_a_checkpoint_covers_them(
+    light_run: LightRun, store: StoreUnderTest, make_settings: MakeSettings
+) -> None:
+    async with AsyncExitStack() as stack:
+        run = await stack.enter_async_context(light_run(run={"num_steps": 6, "checkpoint_every_steps": 2}))
+        await stack.enter_async_context(run.rollout("rollout-0", token_s=0.005))
+        async with run.controller() as life:
+            await life.reaches(3)
+        before, tree = run.settings, run.settings.model_dump(exclude_defaults=True)
+        tree["references"] = {"ref": await section_of(stack, FrozenTwin(store, -1.0))}
+        tree["algorithm"] = {"groups_per_batch": 4, "kl": {"reference": "ref", "kl_coef": 0.1, "placement": "loss"}}
+        regularised = make_settings(**tree)
+        run.settings = regularised
+        with pytest.raises(ConfigError, match=r"algorithm\.kl: it trains on the column ref/logprobs, which the batch"):
+            await run.to_the_end()
+        run.settings = before
+        async with run.controller() as life:
+            await life.shows(lambda status: status.state == pb.RUN_STATE_RUNNING)
+            await life.stub.StopRun(pb.StopRunRequest(checkpoint=True))
+            await life.ends()
+        run.settings = regularised
+        run.actor.restart(RegularisedActor(store.rows))
+        await run.to_the_end()
+    assert run.ledger.position().lineage == 0
+    assert balance(run) == (24, 24, 0, 0)
+    check_trained_once(run.actor.trainer, 48)
+
+
+async def test_groups_that_were_sampled_before_their_routing_is_replayed_are_dropped(
+    light_run: LightRun, store: StoreUnderTest
+) -> None:
+    class Replaying(ActorTwin):
+        trains_on = (*ActorTwin.trains_on, "routed_experts")
+
+    async with light_run(run={"num_steps": 5}, algorithm={"groups_per_batch": 4, "max_staleness": 2}) as run:
+        experts = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}
+        (run.settings.model.path / "config.json").write_text(json.dumps(experts))
+        async with run.rollout("rollout-0"), run.controller() as life:
+            await life.reaches(1)
+            await life.stub.StopRun(pb.StopRunRequest(checkpoint=True))
+            await life.ends()
+        actor = run.settings.actor.model_copy(update={"router_replay": "r3"})
+        run.settings = run.settings.model_copy(update={"actor": actor})
+        run.actor.restart(Replaying(store.rows))
+        await run.to_the_end("rollout-1", engine=ScriptedEngine(vocab_size=200, mixture=Mixture(2, 4, 2)))
+    position = run.ledger.position()
+    assert (position.lineage, position.trained, set(position.dropped)) == (0, 20, {"no_routed_experts"})
+    check_trained_once(run.actor.trainer, 40)
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 0), (2, 1)])

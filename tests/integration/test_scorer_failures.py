@@ -162,12 +162,12 @@ def misbehave(liar: Liar, kind: str, hit: Sequence[int]) -> None:
 
 @asynccontextmanager
 async def scoring(
-    store: StoreUnderTest, make_settings: MakeSettings, address: str, timeout_s: float = PATIENT_S
+    store: StoreUnderTest, make_settings: MakeSettings, address: str, timeout_s: float = PATIENT_S, **sections: Any
 ) -> AsyncIterator[GroupScorer]:
     """The controller's scoring towards the scorer at `address`; a scorer that is away is given up at once, for the
     controller's patience has its own tests.
     """
-    settings = make_settings(reward=REWARD | {"away_timeout_s": 0.001})
+    settings = make_settings(**{"reward": REWARD | {"away_timeout_s": 0.001}, **sections})
     threads = StoreThreads()
     async with open_channel(address, RpcSection()) as channel:
         reward = RewardClient(channel, name="reward", address=address, timeout_s=timeout_s, max_attempts=1)
@@ -221,6 +221,21 @@ async def test_a_scorer_of_the_users_own_that_fails_writes_no_reward(
     timeout_s = 6 * TIMEOUT_S if kind == SLOW else PATIENT_S
     async with serving(liar) as address, scoring(store, make_settings, address, timeout_s) as scorer:
         await check_never_a_number(store, scorer, liar, kind)
+
+
+async def test_a_group_without_the_token_rewards_that_a_loss_trains_on_is_not_scored(
+    store: StoreUnderTest, make_settings: MakeSettings
+) -> None:
+    loss = {"kind": "custom", "function": "mine:loss", "columns": ["token_rewards"]}
+    algorithm, reward = {"groups_per_batch": 2, "policy_loss": loss}, {"address": "127.0.0.1:1"}
+    async with (
+        serving(Liar()) as address,
+        scoring(store, make_settings, address, algorithm=algorithm, reward=reward) as scorer,
+    ):
+        group = new_group(store)
+        for _ in range(2):  # a score that is kept has none, either
+            with pytest.raises(ScorerError, match=r"trains on token_rewards, and the scorer gave none"):
+                await scorer.score(group)
 
 
 @pytest.mark.parametrize("kind", KINDS)

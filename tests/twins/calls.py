@@ -22,6 +22,7 @@ def trainer_calls(
     worker: str = "trainer.1",
     device_thread: DeviceThread | None = None,
     make: Callable[..., TrainerCalls] = TrainerCalls,
+    save_timeout_s: float = 3600.0,
 ) -> TrainerCalls:
     """Makes the calls of `trainer` in `run`, whose checkpoints lie below `checkpoints`."""
     device_thread = device_thread or DeviceThread()
@@ -33,4 +34,5 @@ def trainer_calls(
         token_budget,
         worker,
         checkpoints,
+        save_timeout_s,
     )

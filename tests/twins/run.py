@@ -64,14 +64,17 @@ RUN_S = 120.0
 class ServedActor(ActorServicer):
     """The actor's servicer over a twin."""
 
-    def __init__(self, store: StoreUnderTest, stack: AsyncExitStack, checkpoints: str) -> None:
-        self._store, self._stack, self._checkpoints = store, stack, checkpoints
+    def __init__(
+        self, store: StoreUnderTest, stack: AsyncExitStack, checkpoints: str, save_timeout_s: float = 3600.0
+    ) -> None:
+        self._store, self._stack = store, stack
+        self._saves = checkpoints, save_timeout_s
         self.restart()
 
     def restart(self, trainer: ActorTwin | None = None) -> None:
         """Serves a trainer that has applied nothing, as a new process does."""
         self.trainer = trainer or ActorTwin(self._store.rows)
-        calls = _calls_of(self.trainer, self._store, self._stack, self._checkpoints)
+        calls = _calls_of(self.trainer, self._store, self._stack, *self._saves)
         self.profiles = calls.chain.profiles
         super().__init__(self.trainer, calls)
 
@@ -79,19 +82,24 @@ class ServedActor(ActorServicer):
 class ServedCritic(CriticServicer):
     """The critic's servicer over a twin."""
 
-    def __init__(self, store: StoreUnderTest, stack: AsyncExitStack, checkpoints: str) -> None:
-        self._store, self._stack, self._checkpoints = store, stack, checkpoints
+    def __init__(
+        self, store: StoreUnderTest, stack: AsyncExitStack, checkpoints: str, save_timeout_s: float = 3600.0
+    ) -> None:
+        self._store, self._stack = store, stack
+        self._saves = checkpoints, save_timeout_s
         self.restart()
 
     def restart(self) -> None:
         """Serves a trainer that has applied nothing, as a new process does."""
         self.trainer = TrainerTwin(self._store.rows)
-        super().__init__(_calls_of(self.trainer, self._store, self._stack, self._checkpoints))
+        super().__init__(_calls_of(self.trainer, self._store, self._stack, *self._saves))
 
 
-def _calls_of(trainer: TrainerTwin, store: StoreUnderTest, stack: AsyncExitStack, checkpoints: str) -> TrainerCalls:
+def _calls_of(
+    trainer: TrainerTwin, store: StoreUnderTest, stack: AsyncExitStack, checkpoints: str, save_timeout_s: float
+) -> TrainerCalls:
     fence = Fence(lambda: read_ctl(store.connection, store.run))
-    calls = trainer_calls(trainer, store.connection, store.run, fence, checkpoints)
+    calls = trainer_calls(trainer, store.connection, store.run, fence, checkpoints, save_timeout_s=save_timeout_s)
     calls.start()
     stack.push_async_callback(calls.close)
     return calls
@@ -266,7 +274,9 @@ async def twin_run(
         )
         of_run = {"dir": folder / "run", **sections.get("run", {})}
         checkpoints = of_run.get("checkpoint_url") or str(Path(of_run["dir"]) / "checkpoints")
-        actor, critic = ServedActor(store, stack, checkpoints), ServedCritic(store, stack, checkpoints)
+        timeout_s = sections.get("actor", {}).get("train_timeout_s", 3600.0)
+        actor = ServedActor(store, stack, checkpoints, timeout_s)
+        critic = ServedCritic(store, stack, checkpoints, timeout_s)
         rpc = RpcSection(**sections.get("rpc", {}))
         addresses = [
             await served(stack, add, servicer, name, rpc=of_role(rpc, role, store.run))

@@ -41,6 +41,29 @@ def test_a_row_has_the_columns_that_the_run_asks_for() -> None:
     assert names(actor={"router_replay": "r3"}) == PLAIN | {"routed_experts"}
 
 
+def test_what_a_step_reads_beyond_every_run_s_columns_names_its_setting() -> None:
+    def asked(algorithm: dict[str, Any], **sections: Any) -> dict[str, str]:
+        tree = {"reward": EXACT, "algorithm": {"groups_per_batch": 2, **algorithm}}
+        return run_settings(**(tree | sections)).columns_trained_on
+
+    kl = {"reference": "ref", "kl_coef": 0.1}
+    ref: dict[str, Any] = {"references": {"ref": {}}}
+    assert asked({"kl": {**kl, "placement": "reward"}}, **ref) == {}, "the controller reads it, before the seal"
+    assert asked({"kl": {**kl, "placement": "loss"}}, **ref) == {"ref/logprobs": "algorithm.kl"}
+    base = {"kl": {"reference": "base", "kl_coef": 0.1, "placement": "loss"}}
+    assert asked(base, actor={"lora": {}}) == {}, "no row holds it"
+    taught = {"teacher": "ref", "placement": "loss"}
+    assert asked({"distillation": {"teacher": "ref"}}, **ref) == {}
+    assert asked({"distillation": taught}, **ref) == {"teacher/logprobs": "algorithm.distillation"}
+    topk = dict.fromkeys(("teacher/topk_ids", "teacher/topk_logprobs"), "algorithm.distillation")
+    assert asked({"distillation": {**taught, "top_k": 4}}, **ref) == topk
+    own = {"kind": "custom", "function": "mine:f", "columns": ["token_rewards"]}
+    given = {"reward": {"address": "elsewhere:1"}}
+    assert asked({"policy_loss": own}, **given) == {"token_rewards": "algorithm.policy_loss"}
+    assert asked({}, actor={"router_replay": "r3"}) == {"routed_experts": "actor.router_replay"}
+    assert asked({}, actor={"router_replay": "r2"}) == {}
+
+
 def test_trainers_are_asked_for_the_columns_that_they_write() -> None:
     actors = {"old_logprobs", "sum_squared_probs", "old_routed_experts"}
     assert ActorTrainer.columns == actors == set(columns_of(Writer.ACTOR))

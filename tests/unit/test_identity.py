@@ -225,11 +225,6 @@ def test_a_run_whose_directory_is_there_is_held_against_the_checkpoints_at_anoth
         settle(begin(run=elsewhere))
 
 
-def test_a_run_whose_checkpoint_keeps_no_table_goes_on_as_it_is(begin: MakeSettings, tmp_path: Path) -> None:
-    run = _lost_but_for_a_checkpoint(tmp_path, {"run": "test"})  # by an earlier release
-    settle(begin(run=run, sampling={"num_responses": 4}))
-
-
 def test_a_checkpoint_of_step_0_holds_nothing_against_a_new_run(begin: MakeSettings, tmp_path: Path) -> None:
     run = _lost_but_for_a_checkpoint(tmp_path, {"run": "test", STATE: kept(tmp_path / "run")}, step=0)
     settle(begin(run=run, sampling={"num_responses": 4}))
@@ -266,21 +261,6 @@ def test_sft_whose_directory_is_lost_is_held_against_its_checkpoint(
     assert main(["sft", str(config), "--resume", elsewhere, override]) == 2
     assert OTHER_SFT.get(override, "another model.path (the checkpoints are of this model") in capsys.readouterr().err
     assert not (tmp_path / "run" / "config.yaml").exists()
-
-
-@pytest.mark.parametrize("override", OTHER_SFT)
-def test_sft_of_an_earlier_release_is_held_against_its_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
-) -> None:
-    config = _begun_sft(tmp_path)
-    (tmp_path / "run" / FILE).unlink()
-    (tmp_path / "run" / "logs").mkdir()
-    (tmp_path / "run" / "logs" / "sft.log").touch()
-    _commit(tmp_path / "run" / "checkpoints", {"examples": ""})
-    settle(load_sft_settings(config))
-    (tmp_path / "run" / FILE).unlink()
-    assert main(["sft", str(config), "--resume", override]) == 2
-    assert OTHER_SFT[override] in capsys.readouterr().err
 
 
 def test_checkpoints_of_the_other_command_are_refused_where_the_directory_is_lost(

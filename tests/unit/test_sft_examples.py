@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -74,6 +75,25 @@ def test_a_prompt_that_ends_with_the_assistant_and_has_no_response_is_a_conversa
     assert talk.messages[0] == {"role": "system", "content": "ours"}
     again = [*turns, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
     assert [load(tmp_path, {"prompt": again, "response": "e"})[0].response] == ["e"], "with a response, a prompt"
+
+
+def test_conversations_of_parquet_are_those_of_json_lines_without_the_nulls_that_its_structs_add(
+    tmp_path: Path,
+) -> None:
+    def row(name: str, **arguments: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        properties = {each: {"type": "string"} for each in arguments}
+        tool = {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+        return {"prompt": [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": [tool]}
+
+    rows = [row("weather", city="Paris"), row("add", x="1", y=["2"]), row("wait")]
+    file = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    section = SftDataSection(train=file, batch_size=1)
+    plain = [(each.messages, each.tools) for each in load(tmp_path, *rows)]
+    assert [(each.messages, each.tools) for each in load_examples(file, section, "data.train")] == plain
+    (example,) = load(tmp_path, row("weather", city=None))
+    assert example.messages[-1]["tool_calls"][0]["function"]["arguments"] == {"city": None}, "as it was written"
 
 
 def test_what_a_template_cannot_show_names_its_line_and_field(model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import pytest
 
 from rolecall.checkpoint.manifest import StoredFile
-from rolecall.errors import DiskFullError
+from rolecall.errors import DiskFullError, StorageUnavailableError
 from rolecall.training.serving.save_chain import SaveChain, Written
 from tests.waiting import until
 
@@ -43,7 +43,7 @@ async def settled() -> None:
 
 
 async def test_the_next_save_begins_when_the_last_is_written() -> None:
-    chain, trainer = SaveChain(), Trainer()
+    chain, trainer = SaveChain(3600.0), Trainer()
     first = asyncio.create_task(save(chain, trainer, 1))
     await begun(trainer, 1)
     second = asyncio.create_task(save(chain, trainer, 2))
@@ -56,7 +56,7 @@ async def test_the_next_save_begins_when_the_last_is_written() -> None:
 
 
 async def test_a_caller_who_comes_back_attaches_and_later_gets_the_answer_again() -> None:
-    chain, trainer = SaveChain(), Trainer()
+    chain, trainer = SaveChain(3600.0), Trainer()
     leaving = asyncio.create_task(save(chain, trainer, 1))
     await begun(trainer, 1)
     leaving.cancel()
@@ -69,7 +69,7 @@ async def test_a_caller_who_comes_back_attaches_and_later_gets_the_answer_again(
 
 
 async def test_a_save_that_failed_is_made_again_when_it_is_asked_for_again() -> None:
-    chain, trainer = SaveChain(), Trainer()
+    chain, trainer = SaveChain(3600.0), Trainer()
     failing = asyncio.create_task(save(chain, trainer, 1))
     await begun(trainer, 1)
     trainer.begun[0].set_exception(DiskFullError("no room"))
@@ -79,3 +79,29 @@ async def test_a_save_that_failed_is_made_again_when_it_is_asked_for_again() -> 
     await begun(trainer, 2)
     trainer.begun[1].set_result((FILE,))
     assert await asyncio.wait_for(again, DEADLINE_S) == [FILE.name]
+
+
+async def test_a_save_that_hangs_has_others_refused_and_never_two_written_at_a_time() -> None:
+    chain, trainer = SaveChain(0.2), Trainer()
+    hanging = asyncio.create_task(save(chain, trainer, 1))
+    await begun(trainer, 1)
+    for step in (2, 2, 3):  # the first waits until that hangs, as for one that is slow
+        with pytest.raises(StorageUnavailableError, match=r"the checkpoint of step 1 is still being written to folder"):
+            await asyncio.wait_for(save(chain, trainer, step), DEADLINE_S)
+    assert len(trainer.begun) == 1
+    trainer.begun[0].set_result((FILE,))
+    assert await asyncio.wait_for(hanging, DEADLINE_S) == [FILE.name]
+    after = asyncio.create_task(save(chain, trainer, 4))
+    await begun(trainer, 2)
+    trainer.begun[1].set_result((FILE,))
+    assert await asyncio.wait_for(after, DEADLINE_S) == [FILE.name]
+
+
+async def test_the_time_of_a_save_begins_with_its_turn() -> None:
+    chain, trainer = SaveChain(1.0), Trainer()
+    saves = [asyncio.create_task(save(chain, trainer, step)) for step in (1, 2, 3)]
+    for number in range(3):
+        await begun(trainer, number + 1)
+        await asyncio.sleep(0.5)
+        trainer.begun[number].set_result((FILE,))
+    assert await asyncio.wait_for(asyncio.gather(*saves), DEADLINE_S) == [[FILE.name]] * 3

@@ -4,6 +4,7 @@ from typing import Self
 
 from pydantic import PositiveInt, model_validator
 
+from rolecall.columns import TEACHER, TOPK_IDS, TOPK_LOGPROBS, reference_column
 from rolecall.settings.algorithm.advantages import AdvantageSection, GrpoAdvantage
 from rolecall.settings.algorithm.correction import CorrectionSection
 from rolecall.settings.algorithm.distillation import DistillationSection
@@ -12,6 +13,7 @@ from rolecall.settings.algorithm.losses import (
     Aggregation,
     ClippedLoss,
     CovarianceLoss,
+    CustomLoss,
     EntropySection,
     PolicyLossSection,
     ReinforceLoss,
@@ -63,6 +65,21 @@ class AlgorithmSection(Section):
     def sampler_is_old(self) -> bool:
         """Whether the sampler's logprobs stand for the old policy's."""
         return self.correction is not None and self.correction.proximal == "bypass"
+
+    @property
+    def loss_columns(self) -> dict[str, str]:
+        """Columns that the actor's loss reads beside those of every loss: the setting that asks for each, by name."""
+        kl, distillation, loss = self.kl, self.distillation, self.policy_loss
+        asked: dict[str, str] = {}
+        if kl is not None and kl.placement == "loss":
+            asked[reference_column(kl.reference)] = "algorithm.kl"
+        if distillation is not None and distillation.placement != "advantage":
+            taught = (reference_column(TEACHER),) if distillation.top_k is None else (TOPK_IDS, TOPK_LOGPROBS)
+            asked |= dict.fromkeys(taught, "algorithm.distillation")
+        if isinstance(loss, CustomLoss):
+            for name in loss.columns:
+                asked.setdefault(name, "algorithm.policy_loss")
+        return asked
 
     @property
     def sees_trajectories(self) -> bool:

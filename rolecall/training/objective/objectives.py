@@ -24,8 +24,8 @@ from rolecall.algorithms.losses.distillation import forward_topk_kl_N
 from rolecall.algorithms.losses.entropy import entropy_bonus
 from rolecall.algorithms.losses.sft import sft_loss
 from rolecall.algorithms.losses.value import value_loss
-from rolecall.columns import TEACHER, TOPK_IDS, TOPK_LOGPROBS, reference_column
-from rolecall.settings import Aggregation, AlgorithmSection, CustomLoss, DistillationSection
+from rolecall.columns import TEACHER, TOPK_LOGPROBS, reference_column
+from rolecall.settings import Aggregation, AlgorithmSection, DistillationSection
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.v1.trajectory_pb2 import Coefficients
@@ -38,31 +38,8 @@ def policy_columns(algorithm: AlgorithmSection) -> tuple[str, ...]:
     """Returns the columns that PolicyObjective reads. `old_logprobs` may be left out when the batch is one mini-batch
     and one epoch: then it is the policy itself.
     """
-    reference = (
-        (reference_column(algorithm.kl.reference),)
-        if algorithm.kl is not None and algorithm.kl.placement == "loss"
-        else ()
-    )
-    own = algorithm.policy_loss.columns if isinstance(algorithm.policy_loss, CustomLoss) else ()
-    return tuple(
-        dict.fromkeys(
-            (
-                "loss_mask",
-                "advantages",
-                "rollout_logprobs",
-                "old_logprobs",
-                *reference,
-                *_teacher_columns(algorithm.distillation),
-                *own,
-            )
-        )
-    )
-
-
-def _teacher_columns(distillation: DistillationSection | None) -> tuple[str, ...]:
-    if distillation is None or distillation.placement == "advantage":
-        return ()
-    return (TOPK_IDS, TOPK_LOGPROBS) if distillation.top_k is not None else (reference_column(TEACHER),)
+    of_every_loss = ("loss_mask", "advantages", "rollout_logprobs", "old_logprobs")
+    return tuple(dict.fromkeys((*of_every_loss, *algorithm.loss_columns)))
 
 
 @dataclass(frozen=True)

@@ -87,9 +87,10 @@ class TrainerCalls(ColumnCalls):
         token_budget: int,
         worker: str,
         checkpoints: str,
+        save_timeout_s: float,
     ) -> None:
         """`read_sealed(step)` blocks; `worker` is "<worker>.<incarnation>"; `checkpoints` is the folder or URL below
-        which alone checkpoints are written and read.
+        which alone checkpoints are written and read; `save_timeout_s` the deadline of those who ask for one.
         """
         super().__init__(trainer, device_thread, fence, token_budget)
         self._trainer = trainer
@@ -97,7 +98,7 @@ class TrainerCalls(ColumnCalls):
         self._checkpoints = checkpoints
         self.chain = TrainChain(trainer, read_sealed, device_thread, fence)
         """Serves Train."""
-        self._saves = SaveChain()
+        self._saves = SaveChain(save_timeout_s)
 
     async def compute(self, request: training_pb2.ComputeColumnRequest) -> training_pb2.ComputeColumnResponse:
         """Computes as ColumnCalls.compute does, with the weights of the step that is named: OutOfOrderError when others

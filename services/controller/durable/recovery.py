@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rolecall.checkpoint.manifest import Committed
-from rolecall.errors import CheckpointMismatchError, StoreRolledBackError
+from rolecall.errors import CheckpointMismatchError, ConfigError, StoreRolledBackError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import batch_bytes
 from rolecall.store.ledger import Ledger
@@ -84,6 +84,22 @@ class Recovery:
             retained_bytes=await self.threads.call(self._retained_bytes, snapshot.position),
             policy_version=max(snapshot.position.begun_version, snapshot.position.policy_version, *versions),
         )
+
+    def require_columns(self, position: RunPosition, saved_step: int) -> None:
+        """ConfigError when a sealed batch that may be trained again, after the checkpoint of `saved_step`, lacks a
+        column that the settings train on: its rows would be missed as if the store had lost them. Blocks.
+        """
+        if position.set_back:  # it goes back to the checkpoint, and trains none of them
+            return
+        asked = self.settings.columns_trained_on
+        for step in range(saved_step, position.step + 1):
+            batch = self.ledger.sealed(step)
+            for name in asked.keys() - set(batch.columns) if batch is not None else ():
+                raise ConfigError(
+                    f"{asked[name]}: it trains on the column {name}, which the batch of step {step} was sealed "
+                    "without, and that batch may be trained again: no checkpoint covers it. Resume once with "
+                    f"{asked[name]} as it was, end that by `rolecall stop --checkpoint`, then resume with the new one"
+                )
 
     async def _continues(
         self, position: RunPosition, point: RunPoint, infos: Sequence[training_pb2.GetTrainerInfoResponse]

@@ -46,7 +46,7 @@ class RunPoint:
     ctl: int = 0
     """Fencing number of the controller that made it."""
     identity: dict[str, Any] = field(default_factory=dict)
-    """What the run is (`rolecall/identity.py`); empty in checkpoints of earlier releases."""
+    """What the run is (`rolecall/identity.py`)."""
 
 
 def take_point(

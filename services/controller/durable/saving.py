@@ -68,9 +68,9 @@ class CheckpointSaver:
         try:
             await self._taken(taken, shares)
             state = await point()
-        except BaseException:
+        except BaseException as error:
             given_up()
-            await self._give_up(attempt, shares)
+            await self._give_up(attempt, shares, error)
             raise
         logger.info("checkpoint of step %d: state taken in %.1f s", step, time.monotonic() - started)
         self.step = step
@@ -138,7 +138,7 @@ class CheckpointSaver:
             given_up()
             # else the commit may still go on in its thread, and needs the files
             if not isinstance(error, asyncio.CancelledError):
-                await self._give_up(attempt, shares)
+                await self._give_up(attempt, shares, error)
             raise
         self.saved_step = attempt.step
         size = sum(file.num_bytes for file in files)
@@ -150,9 +150,13 @@ class CheckpointSaver:
         )
         await committed(attempt.storage.url.rpartition("/")[0])
 
-    async def _give_up(self, attempt: Attempt, shares: "asyncio.Task[list[StoredFile]]") -> None:
-        """Frees the space that was taken, where that is possible."""
+    async def _give_up(self, attempt: Attempt, shares: "asyncio.Task[list[StoredFile]]", error: BaseException) -> None:
+        """Frees the space that was taken, where that is possible. A storage that does not answer is left alone, for it
+        would not delete either: what is there goes with the next commit.
+        """
         shares.cancel()
         await asyncio.wait({shares})  # bounded: it is cancelled
+        if isinstance(error, StorageUnavailableError):
+            return
         with contextlib.suppress(RoleCallError, OSError, asyncio.CancelledError):
             await self._threads.call(self._checkpoints.discard, attempt)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rolecall.algorithms.filters import reason_to_drop
+from rolecall.columns import ROUTED_EXPERTS
 from rolecall.errors import BudgetSpentError, RowMissingError, ScorerError, ScorerUnavailableError
 from rolecall.settings import RunSettings
 from rolecall.store.history import order
@@ -57,9 +58,11 @@ class Collection:
         end: RunEnd,
         sealed: frozenset[int] = frozenset(),
         failed: Iterable[int] = (),
+        next_gid: int = 0,
     ) -> None:
         """`end` is called when a budget is spent. `sealed`: groups of the batch that an earlier loop sealed, which are
-        trained whatever the settings say of them now. `failed`: gids that could not be scored before.
+        trained whatever the settings say of them now. `failed`: gids that could not be scored before. `next_gid`: those
+        below may have been sampled under other settings.
         """
         self._settings = settings
         self._ledger = ledger
@@ -73,6 +76,7 @@ class Collection:
         self._intake = intake
         self._end = end
         self._sealed = sealed
+        self._next_gid = next_gid
         self._failures = FailureBudget(settings.reward.max_failed_groups, settings.controller.failure_window, failed)
         """Groups that could not be scored."""
         self._filtered: Counter[str] = Counter()
@@ -142,8 +146,23 @@ class Collection:
                 )
                 await self.drop(group.gid, rows_of(group), "row_missing", str(error))
                 return
+            if await self._lacks_routing(group):
+                logger.warning(
+                    "group %d was sampled before actor.router_replay r3, without its experts; it is dropped", group.gid
+                )
+                await self.drop(group.gid, rows_of(group), "no_routed_experts", "")
+                return
             await self._noting.call((group.gid, float(scored.totals_G.mean())))
             await self._sort(scored)
+
+    async def _lacks_routing(self, group: trajectory_pb2.CommittedGroup) -> bool:
+        """Whether the group is older than the setting that replays its routing. Nobody can say it any more."""
+        return (
+            ROUTED_EXPERTS in self._settings.columns_trained_on
+            and group.gid < self._next_gid
+            and group.gid not in self._sealed
+            and not await self._threads.call(self._rows.hold, group.rows, ROUTED_EXPERTS)
+        )
 
     async def _scored(self, group: trajectory_pb2.CommittedGroup) -> ScoredGroup:
         """The group with its scores. A paused run asks its scorer without end, for people may be mending it."""

@@ -84,10 +84,10 @@ class GroupScorer:
         """Reward columns and reference columns are in the group's rows when this returns; the greedy response has a
         reward alone.
 
-        ScorerError when an item cannot be scored, RowMissingError when a row is gone, ScorerUnavailableError when the
-        scorer stayed away and no group was scored for reward.away_timeout_s, UnavailableError or DeadlineError when a
-        reference did, for controller.stall_timeout_s. A scorer that limits its rate may let one group wait for longer,
-        while others get through.
+        ScorerError when an item cannot be scored, or has no token rewards and the loss reads them, RowMissingError when
+        a row is gone, ScorerUnavailableError when the scorer stayed away and no group was scored for
+        reward.away_timeout_s, UnavailableError or DeadlineError when a reference did, for controller.stall_timeout_s. A
+        scorer that limits its rate may let one group wait for longer, while others get through.
         """
         landed_at_s, landed_at = time.monotonic(), self._clock()
         while True:
@@ -125,6 +125,8 @@ class GroupScorer:
             scores = (
                 _kept_scores(rows, names) if scoring is None else await self._keep(refs, rows, scoring.result(), names)
             )
+            if "token_rewards" in self._settings.columns_trained_on:
+                _require_token_rewards(scores[:num_responses])
         return _scored_group(group, rows, metas, scores, names, landed_at_s)
 
     async def _keep(
@@ -213,6 +215,14 @@ class GroupScorer:
     async def _ask(self, name: str, prefix: str, refs: list[trajectory_pb2.RowRef]) -> None:
         request = training_pb2.ComputeColumnRequest(ctl=self._ctl, rows=refs, prefix=prefix)
         await self._references[name].ComputeLogprobs(request, timeout=self._settings.actor.compute_timeout_s)
+
+
+def _require_token_rewards(scores: Sequence[Score]) -> None:
+    if any(score.token_rewards is None for score in scores):
+        raise ScorerError(
+            "algorithm.policy_loss: it trains on token_rewards, and the scorer gave none; use one that does, or leave "
+            "them out of the loss's columns"
+        )
 
 
 def _kept_scores(rows: Sequence[Mapping[str, Array]], present: Sequence[str]) -> list[Score]:

@@ -127,6 +127,11 @@ def prepare(
         coefficients=control.coefficients(algorithm, state.control),
         statistics=statistics,
         critic_only=settings.critic is not None and step < settings.critic.warmup_steps,
+        columns=[
+            column.name
+            for column in settings.columns
+            if column.name not in OPTIONAL_COLUMNS or all(column.name in row for row in rows)
+        ],
     )
     train_batch.tokens.extend(_tokens(groups, masks, loss_masks))
     train_batch.greedy_rows.extend(group.greedy.row for group in groups if group.greedy is not None)

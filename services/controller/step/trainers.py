@@ -13,7 +13,7 @@ from typing import ClassVar, TypeAlias
 
 from rolecall.checkpoint.manifest import Committed, StoredFile
 from rolecall.columns import Writer, columns_of
-from rolecall.errors import DeadlineError, UnavailableError, WorkerLostError
+from rolecall.errors import DeadlineError, StorageUnavailableError, UnavailableError, WorkerLostError
 from rolecall.settings import ActorSection
 from rolecall.v1 import training_pb2, trajectory_pb2
 from rolecall.v1.actor_pb2_grpc import ActorServiceStub
@@ -85,15 +85,27 @@ class Trainer:
         """Writes its share of a checkpoint to the folder `path`, of this trainer's name; `taken` is called when the
         trainer may go on with other work.
 
-        Returns the files by their names in the checkpoint.
+        Returns the files by their names in the checkpoint. StorageUnavailableError when they are not all written by the
+        deadline: then the trainer does what it is asked, and its storage does not.
         """
         request = training_pb2.SaveTrainerCheckpointRequest(ctl=ctl, path=path, step=step)
-        async for event in self.stub.SaveCheckpoint(request, timeout=self.section.train_timeout_s):
-            if event.HasField("saved"):
-                return [
-                    StoredFile(f"{self.name}/{file.name}", file.num_bytes, file.checksum) for file in event.saved.files
-                ]
-            taken()
+        is_taken = False
+        try:
+            async for event in self.stub.SaveCheckpoint(request, timeout=self.section.train_timeout_s):
+                if event.HasField("saved"):
+                    return [
+                        StoredFile(f"{self.name}/{file.name}", file.num_bytes, file.checksum)
+                        for file in event.saved.files
+                    ]
+                is_taken = True
+                taken()
+        except DeadlineError as error:
+            if not is_taken:
+                raise
+            raise StorageUnavailableError(
+                f"{self.name} has not written its checkpoint of step {step} to {path} within actor.train_timeout_s = "
+                f"{self.section.train_timeout_s:.0f} s; see to that storage, or raise the deadline"
+            ) from error
         raise WorkerLostError(f"{self.name} ended the checkpoint of step {step} without an answer")
 
     async def offload(self, ctl: int, *parts: training_pb2.StatePart.ValueType) -> None:
