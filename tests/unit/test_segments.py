@@ -201,19 +201,21 @@ async def test_a_conversation_of_more_calls_than_a_stack_holds_comes_to_its_end(
     assert len(response.episode.turns) == 300
 
 
-@pytest.mark.parametrize(("arguments", "shown"), [('{"a": 1}', '{"a": 1}'), ("no JSON", '"no JSON"')])
+@pytest.mark.parametrize(
+    ("arguments", "shown"), [('{"a": 1}', '{"a": 1}'), ("no JSON", '"no JSON"'), ("[" * 2000, f'"{"[" * 2000}"')]
+)
 async def test_calls_in_a_history_are_shown_as_the_policy_spells_them(
     tmp_path: Path, arguments: str, shown: str
 ) -> None:
     write_tokenizer(tmp_path, TOOLS_TEMPLATE)
-    sampler = Sampler(ChatTokenizer(tmp_path))
+    sampler = Sampler(ChatTokenizer(tmp_path), EngineInfo(5 * LONGEST, 1, (EOS_TOKEN_ID,), ()))
     called = {"type": "function", "id": "c", "function": {"name": "add", "arguments": arguments}}
     said: list[dict[str, Any]] = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "", "tool_calls": [called]},
         {"role": "tool", "content": "2"},
     ]
-    await attempt_of(sampler, LONGEST).answer(ChatCall(tuple(said)))
+    await attempt_of(sampler, 5 * LONGEST).answer(ChatCall(tuple(said)))
     assert '{"name": "add", "arguments": ' + shown + "}" in sampler.tokenizer.spell(sampler.calls[0])
 
 

@@ -7,13 +7,13 @@ row that they become are turns/tree.py's. Knows no HTTP and no environment. Boun
 
 import asyncio
 import hashlib
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rolecall.data.continuation import Continuation
+from rolecall.data.json_text import parse_json
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import InvalidInputError
 from rolecall.v1 import trajectory_pb2
@@ -207,7 +207,7 @@ def _shown(message: ChatMessage) -> dict[str, Any]:
 def _value(arguments: str) -> Any:
     """The object in the arguments of a call; text that is none stays what the agent sent."""
     try:
-        value = json.loads(arguments)
+        value = parse_json(arguments)
     except ValueError:
         return arguments
     return value if isinstance(value, dict) else arguments
