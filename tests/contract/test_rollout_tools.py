@@ -25,6 +25,7 @@ from services.rollout.replica import Replica
 from services.rollout.sampling import SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from services.rollout.turns.observations import Observations
+from services.rollout.turns.prompts import PromptThread
 from services.rollout.turns.tool_calls import Heard, ReadCalls, ToolCalls, ToolSchema
 from tests.contract.environment_peers import environment
 from tests.contract.rollout_replica import ReplicaUnderTest, replica_under_test
@@ -120,7 +121,8 @@ async def rollout(
         def sampler(replica: Replica) -> Episodes:
             client = open_environment(EnvironmentSection(address=address), RpcSection())
             endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address)
-            uncut = Observations(tokenizer, None, "middle")
+            prompts = PromptThread(tokenizer, replica.info.max_model_tokens)
+            uncut = Observations(prompts.tokenizer, None, "middle")
             return Episodes(
                 chosen,
                 replica,
@@ -128,6 +130,7 @@ async def rollout(
                 tokenizer,
                 ToolCalls(tokenizer, reads, "test"),
                 endpoint,
+                prompts,
                 uncut,
                 lambda *_: None,
             )

@@ -131,7 +131,7 @@ class Endpoint:
         try:
             opened = self._opened(request)
             call = messages.read(await _body(request), opened.answered)
-            return web.json_response({"input_tokens": opened.attempt.num_prompt_tokens(call)})
+            return web.json_response({"input_tokens": await opened.attempt.num_prompt_tokens(call)})
         except RefusedError as error:
             return _refused(messages, error)
 
