@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 COMMITTED = "COMMITTED"
 _CHUNK_BYTES = 64 * 2**20
 _STEP = re.compile(r"step-(\d{8})/(.+)")
+_ATTEMPT = re.compile(r"[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def folder_of(step: int) -> str:
 
 def read_committed(storage: Storage) -> Committed:
     """The checkpoint in the folder of a step. CheckpointMissingError; CheckpointMismatchError when COMMITTED was
-    changed.
+    changed, or names what is not in the folder.
     """
     try:
         outer = json.loads(storage.read(COMMITTED))
@@ -227,6 +228,14 @@ def read_committed(storage: Storage) -> Committed:
             "older one"
         ) from error
     tree = json.loads(text)
+    # who sent a checkpoint chose its names, which an export writes to disk again
+    led_away = [name for name in tree["files"] if {"", ".", ".."} & {*name.split("/")}]
+    if not _ATTEMPT.fullmatch(tree["attempt"]):
+        led_away.append(tree["attempt"])
+    if led_away:
+        raise CheckpointMismatchError(
+            f"{storage.url}/{COMMITTED} names {led_away[0]!r}, which is no file of it; use another checkpoint"
+        )
     files = tuple(StoredFile(name, num_bytes, checksum) for name, (num_bytes, checksum) in tree["files"].items())
     return Committed(tree["step"], storage.at(tree["attempt"]), files, tree["state"])
 

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.errors import InvalidInputError
+from rolecall.errors import InvalidInputError, PromptTooLongError
 
 ChatMessage: TypeAlias = Mapping[str, Any]
 """A message as chat templates are given it."""
@@ -48,8 +48,12 @@ _MARKS = (0xF0000, 0xFFFFE)
 class Continuation:
     """The continuation of conversations by one tokenizer's template."""
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, max_tokens: int | None = None) -> None:
+        """`max_tokens`: PromptTooLongError is raised of text that is longer than so many tokens can be, by its
+        characters, for it takes long and much memory to count its tokens; None: none is too long.
+        """
         self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
         self._problems: dict[tuple[str, bool], str | None] = {}
 
     def ids(
@@ -162,6 +166,12 @@ class Continuation:
 
     def _encoded(self, pieces: Sequence[Piece]) -> list[int]:
         """The ids of pieces one after another."""
+        num_chars, most = sum(len(text) for text, _ in pieces), self._max_tokens
+        if most is not None and num_chars > most * self._tokenizer.max_token_chars:
+            raise PromptTooLongError(
+                f"text of {num_chars:,} characters does not fit into {most:,} tokens, the most that the run's engines "
+                "take; say less"
+            )
         return [
             token
             for text, is_plain in pieces

@@ -6,13 +6,13 @@ generation prompt, up to its end. Between turns stands what a rollout puts there
 said is rendered again, and where the template shows earlier turns otherwise, a segment begins. No torch.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rolecall.data.continuation import SAID, ChatMessage, Continuation, Tools, mark_of, shown_call
+from rolecall.data.json_text import parse_json
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.wire import Array
@@ -172,7 +172,7 @@ def _call(call: object, where: str, names: Sequence[str]) -> Mapping[str, Any]:
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments)
         except ValueError as error:
             raise ConfigError(f"{where}: the arguments {arguments[:200]!r} are no JSON ({error}); mend them") from error
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(arguments, dict):
@@ -191,7 +191,7 @@ def _call(call: object, where: str, names: Sequence[str]) -> Mapping[str, Any]:
 def _tools(value: object, where: str) -> list[Mapping[str, Any]]:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError as error:
             raise ConfigError(f"{where}: no JSON ({error}); write a list of tools") from error
     tools = [] if value is None else value

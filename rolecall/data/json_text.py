@@ -1,4 +1,4 @@
-"""JSON that people wrote, with one kind of error for all that may be wrong with it."""
+"""JSON that people and other programs wrote, with one kind of error for all that may be wrong with it."""
 
 import json
 import sys

@@ -4,9 +4,11 @@ Owns which files make a tokenizer and its digest. Needs a `tokenizer.json`: slow
 words.
 """
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,10 @@ class ChatTokenizer:
         self.digest = hashlib.sha256(b"".join(digests)).hexdigest()
         """Hex digest of the tokenizer, its templates, and what that is given besides conversations."""
         self._template_kwargs = template_kwargs
+
+    def twin(self) -> "ChatTokenizer":
+        """The same for one more thread: only one may make tokens at a time."""
+        return copy.deepcopy(self)
 
     def render(
         self,
@@ -119,6 +125,11 @@ class ChatTokenizer:
     def added_ids(self) -> frozenset[int]:
         """Ids of the tokens that merge with no neighbour, special or not."""
         return frozenset(self.backend.added_tokens_decoder)
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """Most characters of a text that one token stands for."""
+        return max(map(len, self.backend.get_vocab()))
 
     @property
     def eos_token_id(self) -> int | None:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rolecall.data.json_text import parse_json
 from rolecall.environment.env import Action, Answer, Messages, Opening, Task, Tool, ToolCall
 from rolecall.errors import EpisodeLostError, InvalidInputError
 from rolecall.scoring import scores
@@ -171,7 +172,7 @@ def _messages_problem(messages: Sequence[environment_pb2.Observation], roles: Se
 def schema_problem(tool: environment_pb2.Tool) -> str | None:
     """Returns what is wrong with a tool's schema, as the end of a sentence; None when it is an object."""
     try:
-        if isinstance(json.loads(tool.input_schema), dict):
+        if isinstance(parse_json(tool.input_schema), dict):
             return None
     except ValueError:
         pass
@@ -216,7 +217,7 @@ def action_of(action: environment_pb2.Action) -> Action:
 
 def _call(call: environment_pb2.ToolCall) -> ToolCall:
     try:
-        arguments = json.loads(call.arguments)
+        arguments = parse_json(call.arguments)
     except ValueError as error:
         raise InvalidInputError(f"the arguments of a call of {call.name!r} are no JSON: {error}") from error
     if not isinstance(arguments, dict):

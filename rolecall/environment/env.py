@@ -27,7 +27,7 @@ class Task:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of one of the session's tools; its arguments are valid by the tool's schema."""
+    """A call of one of the session's tools; its arguments are valid by the tool's schema, but for patterns in it."""
 
     name: str
     arguments: Mapping[str, Any]

@@ -17,6 +17,7 @@ from urllib.parse import quote, urlsplit
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from rolecall.data.json_text import parse_json
 from rolecall.environment.env import Action, Answer, Env, Messages, Opening, Task
 from rolecall.errors import ConfigError, EpisodeLostError, RateLimitedError
 from rolecall.scoring.scores import Score
@@ -147,7 +148,7 @@ class OpenEnv(Env):
         try:
             with suppress(ConnectionClosed):  # who is refused may hear it on a closed connection
                 self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
-            answer = json.loads(self._socket.recv(timeout=timeout_s))
+            answer = parse_json(self._socket.recv(timeout=timeout_s, decode=True))
             told, what = answer["data"], answer["type"]
             if what == "observation" and {"observation", "reward", "done"} <= told.keys():
                 return dict(told)
@@ -207,7 +208,7 @@ def tasks_of(
         request = urllib.request.Request(f"{url.rstrip('/')}/{path}", data, told)
         try:
             with urllib.request.urlopen(request, timeout=CONNECT_S) as answer:
-                return json.loads(answer.read())
+                return parse_json(answer.read().decode())
         except (OSError, ValueError) as error:  # an answer of HTTP's that is an error, too
             raise ConfigError(f"{request.full_url} lists no tasks: {error}; leave tasks out, or correct it") from error
 

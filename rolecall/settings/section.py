@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SecretStr,
+    model_validator,
+)
 
 from rolecall.address import check_address, endpoints_of, is_unix
 from rolecall.errors import ConfigError
@@ -102,6 +111,41 @@ def _without_login(uri: str) -> str:
 
 MlflowUri: TypeAlias = Annotated[str, AfterValidator(_without_login)]
 """A tracking URI without user and password."""
+
+
+_STORE_SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
+
+
+def _store_url(url: SecretStr) -> SecretStr:
+    text = url.get_secret_value()
+    scheme, _, _ = text.partition("://")
+    if scheme not in _STORE_SCHEMES:
+        raise ValueError(
+            "it is no URL of a store; write redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"
+        )
+    if not _is_whole(text, scheme):
+        raise ValueError(
+            "it cannot be read; user and password must be percent-encoded in it (/ as %2F, ? as %3F, # as %23), and a "
+            "port be a number, as in redis://user:password@host:port"
+        )
+    return url
+
+
+def _is_whole(url: str, scheme: str) -> bool:
+    """Whether nothing of a password, cut at a character that it should not have, stands in another part of `url`."""
+    try:
+        parts = urlsplit(url)
+        hosts = parts.netloc.rpartition("@")[2]
+        for host in hosts.split(","):
+            _ = urlsplit(f"//{host}").port
+    except ValueError:
+        return False
+    are_parameters = all("=" in each for each in parts.query.split("&") if each)
+    return are_parameters and not parts.fragment and not (hosts if scheme == "unix" else "@" in parts.path)
+
+
+StoreUrl: TypeAlias = Annotated[SecretStr, AfterValidator(_store_url)]
+"""The URL of a store, with its password; what refuses it quotes nothing of it."""
 
 
 def _compiles(pattern: str) -> str:

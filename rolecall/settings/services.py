@@ -5,7 +5,7 @@ telemetry, trackers.
 import re
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from rolecall.settings.engine_arguments import EngineArguments
 from rolecall.settings.plugin import PluginSection
@@ -19,6 +19,7 @@ from rolecall.settings.section import (
     PortRange,
     Roots,
     Section,
+    StoreUrl,
     UnitFloat,
 )
 
@@ -315,9 +316,9 @@ class LauncherSection(Section):
 class StoreSection(Section):
     """The store of a run, Redis or Valkey."""
 
-    url: SecretStr | None = None
-    """`redis://`, `rediss://`, `unix://`, `redis+sentinel://host:port/service` or `redis+cluster://`; absent: an
-    embedded Valkey in the run directory.
+    url: StoreUrl | None = None
+    """`redis://`, `rediss://`, `unix://`, `redis+sentinel://host:port/service` or `redis+cluster://`, with user and
+    password percent-encoded; absent: an embedded Valkey in the run directory.
     """
     durability: Literal["strict", "vouched", "relaxed"] = "strict"
     """`strict` refuses an external store whose appendfsync is not `always`, or that does not say; `vouched` takes your

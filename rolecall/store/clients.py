@@ -87,17 +87,22 @@ def open_client(url: str, timeout_s: float) -> Client:
             return _of_cluster(rest, secure, options)
         if scheme in ("redis+sentinel", "rediss+sentinel"):
             return _through_sentinels(rest, secure, options)
-        if scheme in ("redis", "rediss", "unix"):
-            options.pop("socket_connect_timeout") if scheme == "unix" else None
-            pool = redis.BlockingConnectionPool.from_url(
-                url, max_connections=MAX_CONNECTIONS, timeout=timeout_s, **options
-            )
-            return redis.Redis.from_pool(pool)
+        return _of_server(url, timeout_s, options)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"store.url is not a usable {scheme} URL: {error}") from error
     except exceptions.RedisClusterException as error:
         raise StoreUnavailableError(f"no node of the cluster in store.url answers: {error}") from error
-    raise ConfigError(f"store.url has scheme {scheme!r}; use redis, rediss, unix, redis+sentinel or redis+cluster")
+
+
+def _of_server(url: str, timeout_s: float, options: dict[str, Any]) -> redis.Redis:
+    if url.startswith("unix"):
+        options.pop("socket_connect_timeout")
+    pool = redis.BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=timeout_s, **options)
+    try:
+        pool.connection_class(**pool.connection_kwargs)  # the pool looks at parameters when it first connects
+    except exceptions.RedisError as error:
+        raise ValueError(error) from error
+    return redis.Redis.from_pool(pool)
 
 
 def _of_cluster(rest: str, secure: bool, options: dict[str, Any]) -> RedisCluster:

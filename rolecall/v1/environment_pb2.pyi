@@ -452,7 +452,9 @@ class ToolCall(_message.Message):
     name: _builtins.str
     """Name of one of the session's tools."""
     arguments: _builtins.str
-    """JSON text of an object, valid by the tool's input_schema."""
+    """JSON text of an object, valid by the tool's input_schema but for what takes long to see: patterns of text and names,
+    and what is left unevaluated.
+    """
     def __init__(
         self,
         *,

@@ -35,6 +35,7 @@ from services.rollout.sampling import SampleRequest
 from services.rollout.single_turn import SingleTurns
 from services.rollout.trajectories import group_requests
 from services.rollout.turns.observations import Observations
+from services.rollout.turns.prompts import PromptThread
 from services.rollout.turns.tool_calls import Heard, SessionCalls, ToolCalls, ToolSchema, tool_schemas
 from services.rollout.turns.tree import Tree, Turn, TurnPrompt
 
@@ -116,12 +117,13 @@ class Episodes:
         tokenizer: ChatTokenizer,
         tool_calls: ToolCalls | None,
         endpoint: Endpoint,
+        prompts: PromptThread,
         observations: Observations,
         problem: Callable[[environment_pb2.DescribeEnvironmentResponse, Continuation], str | None],
     ) -> None:
         """`tool_calls`: None where the run names no parser of them. `endpoint`: where the environment's own agents call
-        the policy, if it has some. `observations`: shortens what the environment answers. `problem`: what keeps the run
-        from an environment that says this of itself, by the run's template.
+        the policy, if it has some. `observations`: shortens what the environment answers, by the tokenizer of
+        `prompts`. `problem`: what keeps the run from an environment that says this of itself, by the run's template.
         """
         self._settings = settings
         self._replica = replica
@@ -129,6 +131,8 @@ class Episodes:
         self._tokenizer = tokenizer
         self._tool_calls = tool_calls
         self._continuation = Continuation(tokenizer)
+        """Answers what the template can do, on the event loop."""
+        self._prompts = prompts
         self._observations = observations
         self._problem = problem
         self._runs = AgentRuns(
@@ -137,6 +141,7 @@ class Episodes:
             tokenizer,
             tool_calls,
             endpoint,
+            prompts,
         )
         self._num_lost = 0
         self._opening = asyncio.Lock()
@@ -230,6 +235,7 @@ class Episodes:
         """Implements GroupSampler.close."""
         await self._runs.endpoint.close()
         await self._environment.close()
+        self._prompts.close()
 
     # --- one trajectory -----------------------------------------------------------------------------
 
@@ -245,7 +251,8 @@ class Episodes:
             try:
                 opening = await session.reset(_task(place.prompt), place.request.seed)
                 runs = self._environment.spec.runs_episodes
-                return _Begun(session, None if runs else self._first(place, opening), began_at, ends_at, attempt)
+                first = None if runs else await self._first(place, opening)
+                return _Begun(session, first, began_at, ends_at, attempt)
             except EpisodeLostError as error:
                 session.leave()
                 attempt += 1
@@ -284,12 +291,16 @@ class Episodes:
                 "in its place"
             ) from error
 
-    def _first(self, place: _Place, opening: environment_pb2.ResetResponse) -> _First:
+    async def _first(self, place: _Place, opening: environment_pb2.ResetResponse) -> _First:
         """The first prompt: the row's messages and what the environment said, rendered once."""
         messages = _spoken([*place.prompt.messages, *plain(opening.messages)])
         tools = tool_schemas(opening.tools)
         calls = self._tool_calls.of_session(tools) if self._tool_calls is not None and tools else None
-        ids = self._continuation.opening(messages, tools, len(place.prompt.messages))
+        opened = partial(self._prompts.continuation.opening, messages, tools, len(place.prompt.messages))
+        try:
+            ids = await self._prompts.run(opened)
+        except PromptTooLongError as error:
+            raise PromptTooLongError(f"the first prompt of episode {place.name}: {error.message}") from error
         if len(ids) > self._settings.max_prompt_tokens:
             raise PromptTooLongError(
                 f"the first prompt of episode {place.name} has {len(ids)} tokens, data.max_prompt_tokens is "
@@ -301,7 +312,8 @@ class Episodes:
 
     async def _play(self, place: _Place, begun: _Begun, first: _First) -> tuple[SampleRequest, Response]:
         """Turns until the episode is over or a budget is spent."""
-        tree = Tree(place.request, self._continuation, self._settings.max_row_tokens, len(place.prompt.messages))
+        own = len(place.prompt.messages)
+        tree = Tree(place.request, self._prompts.continuation, self._settings.max_row_tokens, own)
         prompt, shown, num_malformed = first.prompt, first.prompt.messages, 0
 
         def ended(ended_by: str, reward: trajectory_pb2.EpisodeReward | None) -> tuple[SampleRequest, Response]:
@@ -326,12 +338,18 @@ class Episodes:
                     return ended(over, answer.reward if answer.HasField("reward") else None)
                 if answer.HasField("reward"):
                     turn.reward = answer.reward.value
-                said, num_left_out = self._observations.shortened(plain(answer.messages))
+                shorten = partial(self._observations.shortened, plain(answer.messages))
+                said, num_left_out = await self._prompts.run(shorten)
                 tree.num_cut_observation_tokens += num_left_out
             told, heard = {"role": "assistant", "content": turn.text}, _spoken(said)
             shown = (*shown, turn.told, *heard)
-            prompt = tree.after(turn, (*prompt.messages, told, *heard), first.tools, shown)
-            spent = self._spent(begun, turn.number, prompt, num_malformed)
+            going_on = partial(tree.after, turn, (*prompt.messages, told, *heard), first.tools, shown)
+            try:
+                prompt = await self._prompts.run(going_on)
+                has_room = prompt.room >= 1
+            except PromptTooLongError:
+                has_room = False
+            spent = self._spent(begun, turn.number, num_malformed, has_room=has_room)
             if spent:
                 return ended(spent, await begun.session.grade())
 
@@ -353,13 +371,13 @@ class Episodes:
         roles = roles_of(self._environment.spec)
         return "tool" if "tool" in roles else roles[0]
 
-    def _spent(self, begun: _Begun, num_turns: int, prompt: TurnPrompt, num_malformed: int) -> str:
-        """The budget that leaves no turn from `prompt` after the `num_turns` there were; empty while there is none."""
+    def _spent(self, begun: _Begun, num_turns: int, num_malformed: int, *, has_room: bool) -> str:
+        """The budget that leaves no turn after the `num_turns` there were; empty while there is none."""
         if num_malformed >= self._settings.max_malformed:
             return "malformed"
         if num_turns >= self._settings.max_turns:
             return "turns"
-        if prompt.room < 1:
+        if not has_room:
             return "tokens"
         return "time" if time.monotonic() >= begun.ends_at else ""
 
@@ -395,6 +413,7 @@ def sampler_of(
     )
     endpoint = Endpoint(section.endpoint_bind, settings.rpc, host=settings.rollout.advertise_host, peer=section.address)
     environment = open_environment(section, settings.rpc)
+    prompts = PromptThread(tokenizer, replica.info.max_model_tokens)
     return Episodes(
         episodes,
         replica,
@@ -402,7 +421,8 @@ def sampler_of(
         tokenizer,
         tool_calls,
         endpoint,
-        Observations(tokenizer, section.max_observation_tokens, section.observation_cut),
+        prompts,
+        Observations(prompts.tokenizer, section.max_observation_tokens, section.observation_cut),
         partial(row_problem, settings),
     )
 

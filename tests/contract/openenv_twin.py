@@ -69,6 +69,8 @@ class Twin:
                     return
                 case 104:
                     connection.send(json.dumps({"type": "observation", "data": {"observation": {}}}))
+                case 105:
+                    connection.send("[" * 100_000)
                 case _:
                     connection.send(observation(total, goal, 0.25 if total == goal else None if total < goal else 0.0))
 

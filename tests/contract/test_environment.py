@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rolecall.environment import Action, Answer, Env, Message, Opening, Score, Task, Tool
-from rolecall.environment.answers import spec_problem
+from rolecall.environment.answers import action_of, schema_problem, spec_problem
 from rolecall.environment.client import EnvironmentClient, EpisodeSession, open_environment
 from rolecall.environment.server import description
 from rolecall.errors import (
@@ -436,6 +436,13 @@ async def test_another_environment_at_the_address_is_not_believed() -> None:
                 message = refused.value.message
                 await asyncio.sleep(0.05)
     await client.close()
+
+
+def test_json_that_is_nested_too_deep_is_told_as_any_other_that_cannot_be_read() -> None:
+    told = schema_problem(environment_pb2.Tool(name="look", input_schema="[" * 100_000))
+    assert told == "answered the tool 'look', whose input_schema is no JSON object"
+    with pytest.raises(InvalidInputError, match="of a call of 'look' are no JSON: lists or objects are nested too"):
+        action_of(environment_pb2.Action(tool_calls=[environment_pb2.ToolCall(name="look", arguments="[" * 100_000)]))
 
 
 def test_ten_lines_serve_an_environment(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ UNREADABLE: dict[str, Any] = {
     "two verdicts": openai_answer('{"reason": "", "verdict": "good", "verdict": "bad"}'),
     "a number": openai_answer(json.dumps({"reason": "", "verdict": 1.0})),
     "a list": openai_answer(json.dumps(["good"])),
+    "depth": openai_answer("[" * 100_000),
     "nothing": openai_answer(""),
     "nested deep": openai_answer("[" * 100_000),
     "cut off": openai_answer(verdict_json("good"), finish_reason="length"),

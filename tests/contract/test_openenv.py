@@ -102,6 +102,7 @@ def test_tools_are_shown_and_their_calls_are_actions() -> None:
         ("102", "answered no step: JSONDecodeError"),
         ("103", "answered no step: ConnectionClosed"),
         ("104", "answered a step with no observation"),
+        ("105", "answered no step: ValueError: lists or objects are nested too deep"),
     ],
 )
 def test_an_answer_that_is_none_loses_the_episode_and_its_socket_is_never_used_again(text: str, told: str) -> None:

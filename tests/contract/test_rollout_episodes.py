@@ -30,6 +30,7 @@ from services.rollout.replica import Replica
 from services.rollout.sampling import SampleRequest
 from services.rollout.scripted import ScriptedEngine, digest_of
 from services.rollout.turns.observations import Observations
+from services.rollout.turns.prompts import PromptThread
 from tests.contract.environment_peers import client_of, environment
 from tests.contract.rollout_replica import CONSUMER, ReplicaUnderTest, generate_request, replica_under_test
 from tests.fixtures_store import StoreUnderTest
@@ -104,8 +105,9 @@ def sampler(
         endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address)
         client = open_environment(EnvironmentSection(address=address), RpcSection())
         tokenizer = ChatTokenizer(folder)
-        observations = Observations(tokenizer, max_observation_tokens, "middle")
-        return Episodes(chosen, replica, client, tokenizer, None, endpoint, observations, lambda *_: problem)
+        prompts = PromptThread(tokenizer, replica.info.max_model_tokens)
+        observations = Observations(prompts.tokenizer, max_observation_tokens, "middle")
+        return Episodes(chosen, replica, client, tokenizer, None, endpoint, prompts, observations, lambda *_: problem)
 
     return of
 
@@ -482,6 +484,25 @@ async def test_of_a_long_answer_the_policy_reads_as_much_as_the_run_says_and_the
                 assert len(heard) == len(meta.episode.turns) - 1
                 spelled = tokenizer.spell(row["token_ids"].tolist())
                 assert spelled.count("go on [11 tokens left out]and on") == len(heard)
+
+
+async def test_an_answer_that_fits_into_no_context_ends_the_episode_as_it_stands(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    class Endless(Talk):
+        def step(self, action: Action) -> str | Answer:
+            return "x" * 10**6
+
+    async with environment(Endless, **TURNS) as (address, _), rollout_in(store, folder, address) as rollout:
+        rollout.admit(1, max_tokens=600)
+        await rollout.publish(1)
+        (group,) = await rollout.committed(1)
+        for meta in store.rows.read_meta(group.rows):
+            assert (meta.episode.ended_by, len(meta.episode.turns), meta.episode.reward.value) == ("tokens", 1, 0.875)
+        request = generate_request(1)
+        request.prompt.messages.add(role="user", content="x" * 10**6)
+        with pytest.raises(PromptTooLongError, match=r"the first prompt of episode .* characters does not fit into"):
+            await anext(aiter(rollout.stub.Generate(request)))
 
 
 async def test_an_environment_with_fewer_places_than_a_group_ends_the_role(store: StoreUnderTest, folder: Path) -> None:

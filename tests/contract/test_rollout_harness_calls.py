@@ -5,6 +5,8 @@ import logging
 import socket
 import ssl
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -130,6 +132,75 @@ async def test_the_endpoint_shows_the_certificate_that_its_files_hold_now(folder
             await rotation.turn()
     finally:
         await endpoint.close()
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[tuple[Endpoint, str, int]]:
+    """An endpoint that listens, a key of an episode in which nobody answers, and its port."""
+    endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer="127.0.0.1:1")
+    await endpoint.start()
+    try:
+        key, _ = endpoint.open(cast(Any, None))
+        yield endpoint, key, httpx.URL(endpoint.base_url).port or 0
+    finally:
+        await endpoint.close()
+
+
+@pytest.mark.parametrize("head", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"])
+async def test_a_connection_on_which_nothing_is_asked_is_closed(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
+    monkeypatch.setattr("services.rollout.harness.endpoint.IDLE_S", 0.3)
+    async with listening() as (_, _, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head)
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+        writer.close()
+
+
+async def test_a_body_that_never_ends_is_refused_and_its_connection_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.rollout.harness.endpoint.BODY_S", 0.2)
+    monkeypatch.setattr("services.rollout.harness.endpoint.LINGER_S", 0.2)
+    async with listening() as (_, key, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/messages HTTP/1.1\r\nhost: a\r\nx-api-key: {key}\r\ncontent-length: 100\r\n\r\n{{"
+        writer.write(head.encode())
+        answer = await asyncio.wait_for(reader.read(), 30)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"the body of the request did not come within 0.2 s" in answer
+        writer.close()
+
+
+async def test_an_answer_that_takes_longer_than_idle_connections_live_is_told(
+    store: StoreUnderTest, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.rollout.harness.endpoint.IDLE_S", 0.2)
+    for _, meta in await played(store, folder, Patient, num=1, token_s=0.2):
+        assert len(meta.episode.turns) == 2
+
+
+async def test_connections_beyond_what_the_process_has_descriptors_for_are_turned_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.rollout.harness.endpoint.MAX_CONNECTIONS", 3)
+    async with listening() as (endpoint, _, port):
+        kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        async with httpx.AsyncClient() as client:
+            with pytest.raises(httpx.TransportError):
+                await client.get(f"{endpoint.base_url}/models")
+            for _, writer in kept:
+                writer.close()
+            await asyncio.sleep(0.1)
+            assert (await client.get(f"{endpoint.base_url}/models")).status_code == 401
+
+
+class Patient(Agent):
+    """An agent that waits for long answers, one of which streams."""
+
+    def run(self, policy: Policy) -> float | Answer | None:
+        with OpenAI(base_url=policy.base_url, api_key=policy.api_key, timeout=60, max_retries=0) as client:
+            asked(client, SAID)
+            for _ in client.chat.completions.create(model=policy.model, messages=SAID, stream=True):
+                pass
+        return 0.5
 
 
 class Impatient(Agent):

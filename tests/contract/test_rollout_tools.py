@@ -25,6 +25,7 @@ from services.rollout.replica import Replica
 from services.rollout.sampling import SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from services.rollout.turns.observations import Observations
+from services.rollout.turns.prompts import PromptThread
 from services.rollout.turns.tool_calls import Heard, ReadCalls, ToolCalls, ToolSchema
 from tests.contract.environment_peers import environment
 from tests.contract.rollout_replica import ReplicaUnderTest, replica_under_test
@@ -120,7 +121,8 @@ async def rollout(
         def sampler(replica: Replica) -> Episodes:
             client = open_environment(EnvironmentSection(address=address), RpcSection())
             endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address)
-            uncut = Observations(tokenizer, None, "middle")
+            prompts = PromptThread(tokenizer, replica.info.max_model_tokens)
+            uncut = Observations(prompts.tokenizer, None, "middle")
             return Episodes(
                 chosen,
                 replica,
@@ -128,6 +130,7 @@ async def rollout(
                 tokenizer,
                 ToolCalls(tokenizer, reads, "test"),
                 endpoint,
+                prompts,
                 uncut,
                 lambda *_: None,
             )
@@ -389,3 +392,55 @@ def test_schemas_are_of_their_own_draft_and_patterns_of_another_language_hold_no
 def test_a_part_of_another_draft_with_a_pattern_of_another_language_raises_nothing(folder: Path) -> None:
     part = {"$schema": DRAFT_7, **NO_PYTHON}
     assert not heard(folder, call(a="1"), Tool("add", "", {"type": "object", "properties": {"a": part}}))
+
+
+MAIL = r"^([a-zA-Z0-9_\.\-])+\@(([a-zA-Z0-9\-])+\.)+([a-zA-Z0-9]{2,4})+$"
+"""A pattern of addresses, much copied, that takes Python twice as long with each letter but one."""
+ARGS = {"items": {"$ref": "#/$defs/f"}}
+FILTER: dict[str, Any] = {
+    "anyOf": [{"properties": {"op": {"const": "a"}, "args": ARGS}}, {"properties": {"args": ARGS}}]
+}
+"""A schema that looks at what lies within twice, at each level."""
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ({"type": "string", "pattern": MAIL}, f"bob@example.{'a' * 80}!"),
+        ({"$schema": DRAFT_7, "type": "string", "pattern": MAIL}, f"bob@example.{'a' * 80}!"),
+        ({"patternProperties": {MAIL: False}}, {f"bob@example.{'a' * 80}!": 1}),
+        ({"patternProperties": {MAIL: False}, "additionalProperties": False}, {f"bob@example.{'a' * 80}!": 1}),
+        (
+            {"allOf": [{"patternProperties": {MAIL: False}}], "unevaluatedProperties": False},
+            {f"bob@example.{'a' * 80}!": 1},
+        ),
+        ({"$ref": "#/$defs/f"}, json.loads('{"op": "b", "args": [' * 30 + "1" + "]}" * 30)),
+        ({"type": "array", "uniqueItems": True}, [{"a": number} for number in range(10_000)]),
+    ],
+)
+def test_a_schema_that_would_take_for_ever_holds_nobody_up_and_leaves_the_answer_to_the_tool(
+    folder: Path, part: dict[str, Any], value: Any
+) -> None:
+    tool = Tool("add", "", {"type": "object", "properties": {"a": part}, "$defs": {"f": FILTER}})
+    assert not heard(folder, call(a=value), tool)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"not": {"pattern": "^x"}},
+        {"not": {"not": {"pattern": "^y"}}},
+        {"oneOf": [{"pattern": "^x"}, {"pattern": "^y"}]},
+        {"if": {"pattern": "^x"}, "then": {"minLength": 9}},
+    ],
+)
+def test_what_would_not_fit_because_a_pattern_does_arrives(folder: Path, part: dict[str, Any]) -> None:
+    tool = Tool("add", "", {"type": "object", "properties": {"a": {"type": "string", **part}}})
+    assert not heard(folder, call(a="y"), tool)
+    assert "do not fit" in heard(folder, call(a=1), tool)
+
+
+def test_items_are_unique_by_what_they_say(folder: Path) -> None:
+    tool = Tool("add", "", {"type": "object", "properties": {"a": {"uniqueItems": True}}})
+    assert not heard(folder, call(a=[1, True, "1", {"a": 1}, {"a": 2}]), tool)
+    assert "non-unique" in heard(folder, call(a=[{"a": 1, "b": 2}, {"b": 2, "a": 1}]), tool)

@@ -107,7 +107,11 @@ def places(tmp_path_factory: pytest.TempPathFactory, store_server: EmbeddedStore
         ("unix:///no/such.sock", "/no/such.sock cannot be reached (No such file or directory)"),
         ("redis+cluster://{nobody}", "{nobody} cannot be reached (Connection refused)"),
         ("redis+sentinel://{nobody}/main", "No master found for 'main'"),
-        ("http://{store}", "use redis, rediss, unix, redis+sentinel or redis+cluster"),
+        ("redis://:secret@{nobody}?ssl_ca_cert=/roots", "unexpected keyword argument 'ssl_ca_cert'"),
+        ("rediss://:secret@{nobody}?ssl_ca_cert=/roots", "unexpected keyword argument 'ssl_ca_cert'"),
+        ("redis://:secret@{nobody}?ssl_ca_certs={theirs}", "unexpected keyword argument 'ssl_ca_certs'"),
+        ("rediss+sentinel://{nobody}/main?ssl_ca_cert=/roots", "unexpected keyword argument 'ssl_ca_cert'"),
+        ("rediss://:secret@{nobody}?ssl_cert_reqs=maybe", "Requirements Flag: maybe"),
     ],
 )
 def test_a_store_that_cannot_be_used_is_told_with_its_place_and_what_to_do(

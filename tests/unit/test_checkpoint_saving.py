@@ -3,6 +3,8 @@ clean up after itself.
 """
 
 import asyncio
+import hashlib
+import json
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -11,9 +13,9 @@ from typing import BinaryIO, TypeVar
 
 import pytest
 
-from rolecall.checkpoint.manifest import COMMITTED, Attempt, RunCheckpoints, store, verify
+from rolecall.checkpoint.manifest import COMMITTED, Attempt, RunCheckpoints, folder_of, read_committed, store, verify
 from rolecall.checkpoint.storage import Storage, open_storage
-from rolecall.errors import StorageUnavailableError
+from rolecall.errors import CheckpointMismatchError, StorageUnavailableError
 from rolecall.settings import RunSettings
 from rolecall.training.serving.hooks import nothing
 from rolecall.v1 import training_pb2 as pb
@@ -176,6 +178,25 @@ def test_an_attempt_that_became_a_checkpoint_is_not_discarded_and_another_at_its
     assert latest is not None
     verify(latest.storage, latest.files, nothing)
     assert not other.storage.files()
+
+
+@pytest.mark.parametrize(
+    ("attempt", "name"),
+    [
+        *(
+            ("3fa2c1d0", name)
+            for name in ("actor/model/../../../../victim.txt", "..", "/tmp/victim.txt", "actor//x", "")
+        ),
+        *((attempt, "actor/index.json") for attempt in ("..", "", "/tmp", "a/b", "x::file:")),
+    ],
+)
+def test_names_of_a_checkpoint_from_elsewhere_lead_nowhere_else(tmp_path: Path, attempt: str, name: str) -> None:
+    text = json.dumps({"step": 1, "attempt": attempt, "files": {name: [1, "0"]}, "state": {}})
+    outer = {"checkpoint": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    (tmp_path / folder_of(1)).mkdir()
+    (tmp_path / folder_of(1) / COMMITTED).write_text(json.dumps(outer))
+    with pytest.raises(CheckpointMismatchError, match=r"COMMITTED names .*, which is no file of it"):
+        read_committed(open_storage(str(tmp_path / folder_of(1))))
 
 
 def test_a_checkpoint_is_made_though_what_is_old_cannot_be_deleted_which_goes_with_the_next(

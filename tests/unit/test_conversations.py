@@ -341,6 +341,8 @@ def test_a_turn_whose_tokens_cannot_be_told_is_refused(
         (asked(said("b")), {"name": "add"}, "field 'tools': a dict, not a list of tools"),
         (asked(said("b")), [{"name": "add"}], "field 'tools': a tool is not {type: function"),
         (asked(said("b")), "[", "field 'tools': no JSON"),
+        (asked(said("b")), "[" * 100_000, "field 'tools': no JSON"),
+        (asked(said("", tool_calls=[call("add", "[" * 100_000)])), TOOLS, "are no JSON"),
     ],
 )
 def test_a_row_that_is_no_conversation_is_named(messages: list[Message], tools: Any, words: str) -> None:

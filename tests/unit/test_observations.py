@@ -47,6 +47,11 @@ def test_what_fits_and_what_nobody_bounds_stays(tokenizer: ChatTokenizer) -> Non
     assert shortened(tokenizer, "x" * 5000, 10)[0] == "xxxxx[4,990 tokens left out]xxxxx"
 
 
+def test_the_longest_are_read_in_pieces_and_cut_where_they_would_be(tokenizer: ChatTokenizer) -> None:
+    text = f"ab{'x' * (2**18 + 100)}yz"
+    assert shortened(tokenizer, text, 4) == ("ab[262,244 tokens left out]yz", 2**18 + 100)
+
+
 def test_each_message_has_its_own_length_and_the_sum_is_counted(tokenizer: ChatTokenizer) -> None:
     told = [trajectory_pb2.Message(role="tool", content=text) for text in ("abcd", "ab", "abcdef")]
     read, num_left_out = Observations(tokenizer, 2, "right").shortened(told)

@@ -6,8 +6,10 @@ import asyncio
 import inspect
 import json
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +20,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rolecall.data.continuation import Continuation
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import EpisodeLostError
 from rolecall.v1 import trajectory_pb2
@@ -28,6 +29,7 @@ from services.rollout.harness.calls import ChatCall, RefusedError
 from services.rollout.replica import Response
 from services.rollout.sampling import EngineInfo, Sample, SampleRequest, VersionSpan
 from services.rollout.trajectories import columns
+from services.rollout.turns.prompts import PromptThread
 from tests.tiny_tokenizer import EOS_TOKEN_ID, THINKING_TEMPLATE, TOOLS_TEMPLATE, write_tokenizer
 
 LONGEST = 600
@@ -91,11 +93,11 @@ KINDS = ["root", "on", "again", "rewritten"]
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 99), st.booleans()), max_size=9)
 
 
-def attempt_of(sampler: Sampler, room: int, max_prompt_tokens: int | None = None) -> Attempt:
+def attempt_of(sampler: Sampler, room: int, max_prompt_tokens: int | None = None, max_calls: int = 2000) -> Attempt:
     longest = sampler.info.max_model_tokens
     first = SampleRequest("r", (), trajectory_pb2.SamplingParams(temperature=1, max_tokens=longest), 1)
-    limits, tokenizer = Limits(max_prompt_tokens or longest, 2000, room, time.monotonic() + 600), sampler.tokenizer
-    return Attempt(first, limits, cast(Any, sampler), tokenizer, Continuation(tokenizer), None)
+    limits, tokenizer = Limits(max_prompt_tokens or longest, max_calls, room, time.monotonic() + 600), sampler.tokenizer
+    return Attempt(first, limits, cast(Any, sampler), tokenizer, PromptThread(tokenizer, longest), None)
 
 
 async def played(tokenizer: ChatTokenizer, steps: list[Any], room: int) -> tuple[Attempt, Sampler, list[Call]]:
@@ -201,19 +203,21 @@ async def test_a_conversation_of_more_calls_than_a_stack_holds_comes_to_its_end(
     assert len(response.episode.turns) == 300
 
 
-@pytest.mark.parametrize(("arguments", "shown"), [('{"a": 1}', '{"a": 1}'), ("no JSON", '"no JSON"')])
+@pytest.mark.parametrize(
+    ("arguments", "shown"), [('{"a": 1}', '{"a": 1}'), ("no JSON", '"no JSON"'), ("[" * 2000, f'"{"[" * 2000}"')]
+)
 async def test_calls_in_a_history_are_shown_as_the_policy_spells_them(
     tmp_path: Path, arguments: str, shown: str
 ) -> None:
     write_tokenizer(tmp_path, TOOLS_TEMPLATE)
-    sampler = Sampler(ChatTokenizer(tmp_path))
+    sampler = Sampler(ChatTokenizer(tmp_path), EngineInfo(5 * LONGEST, 1, (EOS_TOKEN_ID,), ()))
     called = {"type": "function", "id": "c", "function": {"name": "add", "arguments": arguments}}
     said: list[dict[str, Any]] = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "", "tool_calls": [called]},
         {"role": "tool", "content": "2"},
     ]
-    await attempt_of(sampler, LONGEST).answer(ChatCall(tuple(said)))
+    await attempt_of(sampler, 5 * LONGEST).answer(ChatCall(tuple(said)))
     assert '{"name": "add", "arguments": ' + shown + "}" in sampler.tokenizer.spell(sampler.calls[0])
 
 
@@ -240,3 +244,48 @@ async def test_a_template_that_raises_anything_refuses_the_call(tmp_path: Path) 
     attempt = attempt_of(Sampler(ChatTokenizer(tmp_path)), LONGEST)
     with pytest.raises(RefusedError, match="the chat template cannot render the turns user"):
         await attempt.answer(ChatCall(({"role": "user", "content": "a"},)))
+
+
+class Watched(ChatTokenizer):
+    """A tokenizer that takes its time for some text, and none that is long."""
+
+    may_go_on = threading.Event()
+
+    def twin(self) -> ChatTokenizer:
+        return self
+
+    def encode(self, text: str) -> list[int]:
+        assert len(text) < 10**5
+        if "slow" in text:
+            self.may_go_on.wait(30)
+        return super().encode(text)
+
+
+def asking(text: str, *before: Mapping[str, Any]) -> ChatCall:
+    return ChatCall((*before, {"role": "user", "content": text}))
+
+
+async def test_text_that_fits_into_no_context_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    attempt = attempt_of(Sampler(Watched(tmp_path)), LONGEST)
+    reply = await attempt.answer(asking("a"))
+    for call in (asking("x" * 10**6), asking("x" * 10**6, {"role": "user", "content": "a"}, reply.message)):
+        for refusal in (attempt.answer, attempt.num_prompt_tokens):
+            with pytest.raises(RefusedError, match=r"1,000,\d+ characters does not fit into 600 tokens") as refused:
+                await refusal(call)
+            assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
+    assert (await attempt.answer(asking("b"))).number == 2
+
+
+async def test_the_loop_goes_on_while_a_prompt_is_made_and_calls_keep_their_order(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = Watched(tmp_path)
+    attempt = attempt_of(Sampler(tokenizer), LONGEST, max_calls=2)
+    calls = [asyncio.create_task(attempt.answer(asking(text))) for text in ("slow", "b", "one too many")]
+    await asyncio.wait(calls, timeout=0.2)
+    assert not any(call.done() for call in calls)
+    tokenizer.may_go_on.set()
+    first, second = await asyncio.gather(*calls[:2])
+    assert (first.number, second.number) == (1, 2)
+    with pytest.raises(RefusedError, match="2 calls are spent"):
+        await calls[2]

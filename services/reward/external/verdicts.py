@@ -1,11 +1,11 @@
 """The worth of a judge's answers: each is read strictly, then all of them count together. Pure functions."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, TypeAlias
 
+from rolecall.data.json_text import parse_json
 from rolecall.errors import AbstainedError, ScorerError
 from rolecall.settings import Rubric
 from rolecall.settings.rubric import TIE
@@ -83,8 +83,8 @@ def _verdict(choice: dict[str, Any], rubric: Rubric) -> str | None:
 
 def _of_json(content: str) -> str | None:
     try:
-        found = json.loads(content, object_pairs_hook=_pairs)
-    except (ValueError, RecursionError):
+        found = parse_json(content, _pairs)
+    except ValueError:
         return None
     if not isinstance(found, dict) or found.keys() != {"reason", "verdict"}:
         return None

@@ -7,19 +7,19 @@ row that they become are turns/tree.py's. Knows no HTTP and no environment. Boun
 
 import asyncio
 import hashlib
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rolecall.data.continuation import Continuation
+from rolecall.data.json_text import parse_json
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.errors import InvalidInputError
+from rolecall.errors import InvalidInputError, PromptTooLongError
 from rolecall.v1 import trajectory_pb2
 from services.rollout.harness.calls import ChatCall, ChatMessage, RefusedError, Reply, as_key, call_id
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
+from services.rollout.turns.prompts import PromptThread
 from services.rollout.turns.tool_calls import SessionCalls, ToolCalls
 from services.rollout.turns.tree import Tree, Turn, TurnPrompt
 
@@ -46,7 +46,7 @@ class Attempt:
         limits: Limits,
         replica: Replica,
         tokenizer: ChatTokenizer,
-        continuation: Continuation,
+        prompts: PromptThread,
         tool_calls: ToolCalls | None,
     ) -> None:
         """`first` is the request for a single response; its prompt is not used. `tool_calls`: None where the run names
@@ -59,7 +59,10 @@ class Attempt:
         self._tool_calls = tool_calls
         self._readers: dict[str, SessionCalls] = {}
         """Readers of calls of tools, by the tools."""
-        self._tree = Tree(first, continuation, limits.max_row_tokens)
+        self._prompts = prompts
+        self._tree = Tree(first, prompts.continuation, limits.max_row_tokens)
+        self._in_order = asyncio.Lock()
+        """Held while a call gets its prompt and its number, so that calls at once are numbered as they came."""
         self._ends: dict[tuple[bytes, str], Turn] = {}
         """The youngest turn by what must stand before a call that goes on from it, and by its tools."""
         self._told: set[bytes] = set()
@@ -69,25 +72,25 @@ class Attempt:
 
     async def answer(self, call: ChatCall) -> Reply:
         """Samples what the policy says to `call`. RefusedError where it may say nothing; errors as Replica.sample."""
-        self._take()
-        asked = self._allowed(call)
-        if asked.room < 1:
-            raise _too_long(
-                f"the conversation has {len(asked.token_ids)} tokens and may have {asked.longest}, the answer included"
-            )
-        max_tokens = asked.room if call.max_tokens is None else min(asked.room, call.max_tokens)
-        number, request = self._tree.request(asked, max_tokens)
         try:
             async with asyncio.timeout(self._limits.ends_at - time.monotonic()):
+                async with self._in_order:
+                    self._take()
+                    asked = await self._allowed(call)
+                    max_tokens = asked.room if call.max_tokens is None else min(asked.room, call.max_tokens)
+                    number, request = self._tree.request(asked, max_tokens)
                 response = await self._replica.sample(request)
         except TimeoutError as error:
             raise self._spent("time") from error
         text = self._tokenizer.decode(response.sample.token_ids)
         return self._answered(call, self._tree.sampled(number, asked, response, text))
 
-    def num_prompt_tokens(self, call: ChatCall) -> int:
-        """Tokens of the prompt that `call` would have, which is not made. RefusedError where it cannot be rendered."""
-        return len(self._prompt(call).token_ids)
+    async def num_prompt_tokens(self, call: ChatCall) -> int:
+        """Tokens of the prompt that `call` would have, which is not made. RefusedError where it cannot be rendered, or
+        is longer than any may be.
+        """
+        prompt = await self._prompts.run(lambda: self._prompt(call))
+        return len(prompt.token_ids)
 
     def seen(self, number: int) -> None:
         """The agent got the whole answer to a call."""
@@ -120,25 +123,35 @@ class Attempt:
         what = "time is" if budget == "time" else f"{self._limits.max_calls} calls are"
         return RefusedError(403, "episode_over", f"the episode's {what} spent; end it as it stands")
 
-    def _allowed(self, call: ChatCall) -> TurnPrompt:
-        """The prompt of the answer to `call`. RefusedError where a conversation begins with too much."""
-        asked = self._prompt(call)
+    async def _allowed(self, call: ChatCall) -> TurnPrompt:
+        """The prompt of the answer to `call`. RefusedError where a conversation has no room, or begins with too
+        much.
+        """
+        asked = await self._prompts.run(lambda: self._prompt(call))
         begins = asked.branch in ("first", "history", "tools")
         if begins and len(asked.token_ids) > self._limits.max_prompt_tokens:
             raise _too_long(
                 f"the first prompt of a conversation has {len(asked.token_ids)} tokens, and may have "
                 f"{self._limits.max_prompt_tokens} (data.max_prompt_tokens)"
             )
+        if asked.room < 1:
+            raise _too_long(
+                f"the conversation has {len(asked.token_ids)} tokens and may have {asked.longest}, the answer included"
+            )
         return asked
 
     def _prompt(self, call: ChatCall) -> TurnPrompt:
-        """The prompt of the answer to `call`, however long it is. RefusedError where it cannot be rendered."""
+        """The prompt of the answer to `call`, in the thread of prompts. RefusedError where it cannot be rendered, or is
+        longer than any may be.
+        """
         messages = tuple(_shown(each) for each in call.messages)
         above, cause = self._above(call)
         try:
             if above is not None:
                 return self._tree.after(above, messages, call.tools)
             ids = self._tree.rendered(messages, call.tools)
+        except PromptTooLongError as error:
+            raise _too_long(error.message) from error
         except InvalidInputError as error:
             raise RefusedError(400, "invalid_request", error.message) from error
         longest = min(len(ids) + self._first.sampling.max_tokens, self._replica.info.max_model_tokens)
@@ -207,7 +220,7 @@ def _shown(message: ChatMessage) -> dict[str, Any]:
 def _value(arguments: str) -> Any:
     """The object in the arguments of a call; text that is none stays what the agent sent."""
     try:
-        value = json.loads(arguments)
+        value = parse_json(arguments)
     except ValueError:
         return arguments
     return value if isinstance(value, dict) else arguments

@@ -3,12 +3,14 @@
 Owns who may call: a key names one episode, and is good from `open` to `seal`. It comes in a header or in the path,
 and into no log. An answer that streams is sampled whole
 and then told in the dialect's own events, with comments meanwhile that keep the connection. Bounds: MAX_BODY_BYTES a
-request; calls wait for the engine, within the episode's deadline; answers are kept while their episode is open.
+request, which comes within BODY_S; MAX_CONNECTIONS, each of which asks something within IDLE_S; calls wait for the
+engine, within the episode's deadline; answers are kept while their episode is open.
 """
 
 import asyncio
 import json
 import logging
+import resource
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +39,18 @@ KEYED = "/episodes/{key}"
 """What stands before a path that holds the key itself, for clients that can set none."""
 MAX_BODY_BYTES = 16 * 2**20
 """Largest request."""
+BODY_S = 60.0
+"""Seconds that the body of a request may take to come."""
+IDLE_S = 75.0
+"""Seconds after which a connection is closed on which no whole head of a request has come, the first or the next one.
+Clients close theirs earlier, most after 5 to 30 s.
+"""
+LINGER_S = 10.0
+"""Seconds for which the rest of a body is read of a request that was refused before, so that its client hears why."""
+MAX_CONNECTIONS = 16_384
+"""Most connections, and about three quarters of the descriptors that the process may have; others are turned away. They
+are counted when they are accepted, up to a hundred at a time.
+"""
 KEEP_ALIVE_S = 5.0
 """Seconds between two comments in a stream that has nothing to say yet."""
 SHUTDOWN_S = 1.0
@@ -67,6 +81,7 @@ class Endpoint:
         self._certificate = None if rpc.tls is None else HttpsCertificate(rpc.tls)
         self._open: dict[str, _Open] = {}
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
         self._starting = asyncio.Lock()
         self._told: set[str] = set()
         self.base_url = ""
@@ -83,15 +98,24 @@ class Endpoint:
                     app.router.add_post(prefix + path, self._answers(dialect))
                 app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count_tokens)
                 app.router.add_get(f"{prefix}/v1/models", self._models)
-            runner = self._runner = web.AppRunner(app, access_log=None, logger=_malformed, shutdown_timeout=SHUTDOWN_S)
+            runner = self._runner = web.AppRunner(
+                app,
+                access_log=None,
+                logger=_malformed,
+                shutdown_timeout=SHUTDOWN_S,
+                keepalive_timeout=IDLE_S,
+                lingering_time=LINGER_S,
+            )
             await runner.setup()  # bounded: reads its own routes
             host, _, port = self._bind.rpartition(":")
             context = None if self._certificate is None else self._certificate.context
             try:
-                await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=context).start()
+                self._listener = await asyncio.get_running_loop().create_server(  # bounded: binding waits for nobody
+                    _bounded(runner), host.strip("[]"), int(port), ssl=context
+                )
             except OSError as error:
                 raise ConfigError(f"environment.endpoint_bind {self._bind} {why_not(self._bind) or error}") from error
-            bound = f"{host}:{runner.addresses[0][1]}"
+            bound = f"{host}:{self._listener.sockets[0].getsockname()[1]}"
             reached = advertised(bound, self._host, self._peer)
             self.base_url = f"{'http' if context is None else 'https'}://{reached}/v1"
             logger.info("agents of the environment call the policy at %s", self.base_url)
@@ -100,6 +124,8 @@ class Endpoint:
         """Ends every episode's calls, and listens no more."""
         for key in list(self._open):
             self.seal(key)
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()  # bounded: by SHUTDOWN_S that it was made with
 
@@ -131,7 +157,7 @@ class Endpoint:
         try:
             opened = self._opened(request)
             call = messages.read(await _body(request), opened.answered)
-            return web.json_response({"input_tokens": opened.attempt.num_prompt_tokens(call)})
+            return web.json_response({"input_tokens": await opened.attempt.num_prompt_tokens(call)})
         except RefusedError as error:
             return _refused(messages, error)
 
@@ -195,6 +221,22 @@ class Endpoint:
         for name in sorted(set(unheeded) - self._told):
             self._told.add(name)
             logger.warning("an agent asks for %s, which is left unheeded: the run's own sampling settings decide", name)
+
+
+def _bounded(runner: web.AppRunner) -> Callable[[], asyncio.Protocol]:
+    """The protocols of connections, as many as there may be: what the process opens besides keeps its descriptors."""
+    server, (descriptors, _) = runner.server, resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert server is not None
+    most = MAX_CONNECTIONS if descriptors == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, descriptors * 3 // 4)
+    return lambda: server() if len(server.connections) < most else _TurnedAway()
+
+
+class _TurnedAway(asyncio.Protocol):
+    """A connection beyond those that there may be, which is closed at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
 
 
 def _unquoted(record: logging.LogRecord) -> bool:
@@ -273,7 +315,11 @@ def _deliver(opened: _Open, exchange: Exchange[Reply], reply: Reply) -> None:
 
 async def _body(request: web.Request) -> bytes:
     try:
-        return await request.read()
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError as error:
+        words = f"the body of the request did not come within {BODY_S:g} s"
+        raise RefusedError(408, "request_timeout", words) from error
     except web.HTTPRequestEntityTooLarge as error:
         raise RefusedError(413, "request_too_large", f"a request may have {MAX_BODY_BYTES:,} bytes") from error
 

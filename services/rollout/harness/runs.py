@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rolecall.data.continuation import Continuation
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.client import EpisodeSession
 from rolecall.v1 import environment_pb2, trajectory_pb2
@@ -20,6 +19,7 @@ from services.rollout.harness.calls import MODEL
 from services.rollout.harness.endpoint import Endpoint
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
+from services.rollout.turns.prompts import PromptThread
 from services.rollout.turns.tool_calls import ToolCalls
 
 
@@ -42,12 +42,13 @@ class AgentRuns:
         tokenizer: ChatTokenizer,
         tool_calls: ToolCalls | None,
         endpoint: Endpoint,
+        prompts: PromptThread,
     ) -> None:
         self._limits = limits
         self._replica = replica
         self._tokenizer = tokenizer
         self._tool_calls = tool_calls
-        self._continuation = Continuation(tokenizer)
+        self._prompts = prompts
         self.endpoint = endpoint
 
     async def play(
@@ -65,7 +66,7 @@ class AgentRuns:
         await self.endpoint.start()
         own = self._limits
         limits = Limits(own.max_prompt_tokens, own.max_calls, own.max_row_tokens, ends_at)
-        attempt = Attempt(first, limits, self._replica, self._tokenizer, self._continuation, self._tool_calls)
+        attempt = Attempt(first, limits, self._replica, self._tokenizer, self._prompts, self._tool_calls)
         key, failed = self.endpoint.open(attempt)
         asked = environment_pb2.RunEpisodeRequest(
             base_url=self.endpoint.base_url,

@@ -8,10 +8,17 @@ tokenizer.
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.v1 import trajectory_pb2
+from rolecall.wire import Array
 
 Side: TypeAlias = Literal["left", "middle", "right"]
+_PIECE_CHARS = 2**18
+"""Characters that are tokenized at a time: an answer of 16 MB would take 3 GB at once. No token reaches from one piece
+into the next.
+"""
 
 
 class Observations:
@@ -35,11 +42,15 @@ class Observations:
     def _of_text(self, text: str) -> tuple[str, int]:
         if self._max_tokens is None:
             return text, 0
-        spans = self._tokenizer.spans(text)
+        spans = np.concatenate([self._spans(text, at) for at in range(0, max(1, len(text)), _PIECE_CHARS)])
         num_left_out = len(spans) - self._max_tokens
         if num_left_out <= 0:
             return text, 0
         first = {"left": 0, "middle": (self._max_tokens + 1) // 2, "right": self._max_tokens}[self._cut]
         # a character of which a token is left out is left out whole
-        begins, ends = spans[first][0], spans[first + num_left_out - 1][1]
+        begins, ends = spans[first, 0], spans[first + num_left_out - 1, 1]
         return f"{text[:begins]}[{num_left_out:,} tokens left out]{text[ends:]}", num_left_out
+
+    def _spans(self, text: str, at: int) -> Array:
+        """The characters of each token in the piece of `text` that begins `at` there."""
+        return np.array(self._tokenizer.spans(text[at : at + _PIECE_CHARS]), np.int64).reshape(-1, 2) + at

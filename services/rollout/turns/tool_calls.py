@@ -2,13 +2,13 @@
 
 Owns what of a turn is a call, and what makes one malformed: that is the policy's fault, is answered in words and never
 reaches the environment. Which parser reads a model's calls, `environment.tool_parser` names; that it reads what the
-run's chat template shows is tried once, at the start.
+run's chat template shows is tried once, at the start. Bound: a call is held to its tool's schema by MAX_CHECKS quick
+checks, for the rollout's loop waits meanwhile; what they do not see, the tool answers.
 """
 
 import json
 import logging
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -30,8 +30,18 @@ ToolSchema: TypeAlias = Mapping[str, Any]
 """A tool as chat templates are given it: {"type": "function", "function": {name, description, parameters}}."""
 ReadCalls: TypeAlias = Callable[[str, Sequence[ToolSchema]], list[tuple[str, str]]]
 """Reads the calls of these tools in a text, special tokens included, as (name, JSON text of its arguments)."""
+Check: TypeAlias = Callable[..., Iterable[ValidationError] | None]
+"""A check of one keyword, as jsonschema has it: validator, the keyword's value, the instance, the schema."""
 OPENS, CLOSES = "<think>", "</think>"
 """How a policy's thinking begins, in what it says or at the end of its prompt, and how it ends."""
+MAX_CHECKS = 50_000
+"""Keywords that are looked at in the arguments of one call, for about a second. A schema that refers to itself may
+ask for twice as many with each level of the arguments.
+"""
+_UNHEEDED = ("pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties")
+"""Keywords that are not looked at: Python's regular expressions may take for ever, and the last two match them, too."""
+_TURNING = ("not", "oneOf", "if", "contains", "disallow")
+"""Keywords that may refuse arguments because something within them fits."""
 _TAIL_TOKENS = 16
 """Tokens at the end of a prompt that say whether it opens thinking."""
 
@@ -81,7 +91,7 @@ class SessionCalls:
         self._read = read
         self._marker = marker
         self._tools = tools
-        self._validators: dict[str, Any] = {}
+        self._fits: dict[str, _Fit] = {}
         for tool in tools:
             function = tool["function"]
             problem = schema_problem(function["parameters"])
@@ -89,7 +99,7 @@ class SessionCalls:
                 raise EpisodeLostError(
                     f"the input_schema of the environment's tool {function['name']!r} is no JSON Schema: {problem}"
                 )
-            self._validators[function["name"]] = _validator(function["parameters"])
+            self._fits[function["name"]] = _Fit(function["parameters"])
 
     def hear(self, prompt: Sequence[int], token_ids: Sequence[int], *, is_cut: bool) -> Heard:
         """The calls in a turn that was sampled from `prompt` as `token_ids`, whose last one ended it unless it
@@ -125,16 +135,16 @@ class SessionCalls:
 
     def _problem(self, name: str, arguments: str) -> str:
         """Returns what the policy is told of a call that no tool can take; empty for one that can be taken."""
-        validator = self._validators.get(name)
-        if validator is None:
-            return f"There is no tool {name!r}; there are {', '.join(sorted(self._validators))}."
+        fit = self._fits.get(name)
+        if fit is None:
+            return f"There is no tool {name!r}; there are {', '.join(sorted(self._fits))}."
         try:
             value = json.loads(arguments)
             if not isinstance(value, dict):
                 return f"The arguments of {name} are no object."
             # what no JSON has, numbers that are not finite and half characters, reaches no environment
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-            validator.validate(value)
+            fit.validate(value)
         except (ArithmeticError, RecursionError):
             return f"The arguments of {name} are too deep, or their numbers too large."
         except ValueError as error:
@@ -165,32 +175,70 @@ def _schema_problem(schema: str) -> str | None:
     return None
 
 
-def _validator(schema: Mapping[str, Any]) -> Any:
-    """The validator of arguments by a schema that is one. A keyword with a pattern that is none of Python's is left
-    unheeded.
-    """
-    draft = _draft(schema)
-    lenient = extend(draft, {name: _lenient(check) for name, check in draft.VALIDATORS.items()})
-    own = {name: value for name, value in schema.items() if name != "$schema"}  # by which jsonschema takes its own
-    return lenient(own, registry=Registry())  # an empty registry: references to elsewhere are not followed
+class _TooManyChecksError(Exception):
+    """Arguments need more than MAX_CHECKS."""
+
+
+class _Fit:
+    """The fit of arguments to a schema that is one, as far as it is seen soon. Used from one thread."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        draft = _draft(schema)
+        checks = {**draft.VALIDATORS, "uniqueItems": _unique}
+        own = json.loads(json.dumps(schema), object_hook=_of_no_draft)
+        # an empty registry: references to elsewhere are not followed
+        self._validator = extend(draft, {name: self._bounded(name, check) for name, check in checks.items()})(
+            own, registry=Registry()
+        )
+        self._num_left = 0
+        """Checks that may still be made."""
+        self._num_unheeded = 0
+        """Keywords that were not looked at."""
+
+    def validate(self, value: Any) -> None:
+        """ValidationError says what does not fit; Unresolvable, RecursionError, ArithmeticError."""
+        self._num_left = MAX_CHECKS
+        try:
+            self._validator.validate(value)
+        except _TooManyChecksError:
+            logger.debug("a call of a tool has more arguments than are looked at")
+
+    def _bounded(self, name: str, check: Check) -> Check:
+        """A check of the keyword `name` that counts, and finds nothing where that depends on what is not looked at."""
+
+        def checked(validator: Any, wanted: Any, value: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
+            self._num_left -= 1
+            if self._num_left < 0:
+                raise _TooManyChecksError
+            if name in _UNHEEDED or (name == "additionalProperties" and "patternProperties" in schema):
+                self._num_unheeded += 1
+                return
+            num_unheeded = self._num_unheeded
+            errors = check(validator, wanted, value, schema) or ()
+            if name in _TURNING:
+                errors = [*errors]
+                if self._num_unheeded > num_unheeded:
+                    return
+            yield from errors
+
+        return checked
+
+
+def _unique(_: Any, wanted: Any, value: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
+    """The check of uniqueItems by the items' texts; jsonschema compares each with each."""
+    if wanted and isinstance(value, list) and len({json.dumps(each, sort_keys=True) for each in value}) < len(value):
+        yield ValidationError(f"{value!r} has non-unique elements")
+
+
+def _of_no_draft(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a schema without `$schema`, by which jsonschema would take a validator of its own for it."""
+    return {name: value for name, value in part.items() if name != "$schema" or not isinstance(value, str)}
 
 
 def _draft(schema: Mapping[str, Any]) -> Any:
     """The validator of the draft that a schema names; of the newest where it names none that is known."""
     named = schema if isinstance(schema.get("$schema"), str) else {}
     return validator_for(named, default=Draft202012Validator)
-
-
-def _lenient(check: Callable[..., Iterator[ValidationError] | None]) -> Callable[..., Iterator[ValidationError]]:
-    """A check of a keyword that finds nothing where a pattern cannot be compiled."""
-
-    def checked(*args: Any) -> Iterator[ValidationError]:
-        try:
-            yield from check(*args) or ()
-        except re.error as error:
-            logger.debug("a pattern of a tool's schema is left unheeded: %s", error)
-
-    return checked
 
 
 def tool_schemas(tools: Sequence[environment_pb2.Tool]) -> list[ToolSchema]:
