@@ -17,8 +17,9 @@ runs at a time the others wait for it. Our reward service runs functions in kill
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -53,6 +54,10 @@ __all__ = ["Failure", "Item", "Message", "Score", "ScoreFunction", "serve", "ser
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "rolecall.v1.RewardService"
+OVERDUE_S = 60.0
+"""Seconds after its caller left in which a function of many may come back unremarked: six times what a scorer has by
+default, so that one which is slow seldom is told, and one that hangs within a minute.
+"""
 NUM_THREADS = 8
 """Threads of one Score call; each takes a share of its items."""
 Field: TypeAlias = Literal["messages", "response_text", "token_ids", "ground_truth", "metadata", "environment_reward"]
@@ -175,9 +180,10 @@ def one_by_one(function: ScoreFunction, spec: reward_pb2.DescribeResponse) -> Sc
     return score
 
 
-def all_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse) -> ScoreMany:
+def all_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse, overdue_s: float = OVERDUE_S) -> ScoreMany:
     """Scores items with a function of many, one call of it at a time, which a caller who leaves does not end: the one
     thread is the turn, for which calls wait under their callers' deadlines. No group is begun for a caller who left.
+    One that is still at work `overdue_s` after its caller left is logged, and its end, too.
     """
     thread = ThreadPoolExecutor(1, "scorer")
 
@@ -197,12 +203,33 @@ def all_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse) -> S
                 f"items: {len(items)} are more than max_items {spec.max_items}; send fewer at a time"
             )
         is_over = threading.Event()
+        work = thread.submit(answers_of, items, is_over)
         try:
-            return await asyncio.get_running_loop().run_in_executor(thread, answers_of, items, is_over)
+            return await asyncio.wrap_future(work)  # bounded: by the deadline of the caller, who may leave
         finally:
             is_over.set()
+            if not work.done():
+                asyncio.get_running_loop().call_later(overdue_s, _tell, work, spec.name, time.monotonic())
 
     return score
+
+
+def _tell(work: Future[Results], name: str, left_at: float) -> None:
+    """Logs that `work`, whose caller left at `left_at`, is still going on, and its end; nothing when it is over."""
+
+    def since_s() -> float:
+        return time.monotonic() - left_at
+
+    if work.running():
+        logger.warning(
+            "scorer %s: a call of the function is still at work %.0f s after its caller left, and all others wait for "
+            "it; give what it calls a timeout, or start the scorer again",
+            name,
+            since_s(),
+        )
+        work.add_done_callback(
+            lambda _: logger.warning("scorer %s: that call came back %.0f s after its caller left", name, since_s())
+        )
 
 
 class Scorer(reward_pb2_grpc.RewardServiceServicer):

@@ -45,6 +45,7 @@ from rolecall.launcher.plan import holds_a_run, require_folders
 from rolecall.settings import (
     CriticSection,
     CustomAdvantage,
+    ExternalScorer,
     LoraSection,
     ReferenceSection,
     RunSettings,
@@ -95,7 +96,13 @@ def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
             problems.append(error.message)
     facts: ModelFacts | None = found.get("facts")
     tokenizer: ChatTokenizer | None = found.get("tokenizer")
-    sections = [_run(settings), *_data(settings, tokenizer), _batches(settings), _functions(settings)]
+    sections = [
+        _run(settings),
+        *_data(settings, tokenizer),
+        _batches(settings),
+        _functions(settings),
+        _judges(settings),
+    ]
     if facts is not None:
         sections += [_model(settings, facts), memory_and_disk(settings, facts), check_capacity(settings, facts)]
         sections += [_fit(settings, tokenizer)] if tokenizer is not None else []
@@ -361,6 +368,25 @@ def _functions(settings: RunSettings) -> Iterator[str]:
         load_advantage(settings.algorithm.advantage)
         yield f"algorithm.advantage.function: {settings.algorithm.advantage.name} is found and takes its options"
     yield from require_trackers(settings.trackers)
+
+
+def _judges(settings: RunSettings) -> Iterator[str]:
+    """Notes on judges that compare responses in one conversation where each episode may have its own: whether one has
+    several turns is seen only when it is played.
+    """
+    if settings.environment is None or settings.environment.max_turns == 1:
+        return
+    for name, component in settings.reward.components.items():
+        scorer = component.scorer
+        if not isinstance(scorer, ExternalScorer) or scorer.rubric is None or scorer.asked.scope == "item":
+            continue
+        if shown := sorted(scorer.asked.variables & {"prompt", "messages"}):
+            yield (
+                f"{NOTE} reward.components.{name}.scorer.rubric: scope group shows {', '.join(shown)} of one "
+                "conversation, and a group whose episodes' conversations differ, as after several turns, fails with "
+                "INVALID_INPUT; use scope item, or a function of scope group, or set environment.max_turns to 1 where "
+                "no episode has more"
+            )
 
 
 def _placement(settings: RunSettings) -> Iterator[str]:

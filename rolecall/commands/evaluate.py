@@ -13,7 +13,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -42,7 +42,7 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str], out: TextIO, p
             stack.pop_all()  # the logs say why
             sys.stderr.write(f"what the evaluation left, its logs too, is in {folder}\n")
             return code
-        sets = figures(folder / "metrics.jsonl")
+        sets = figures(folder / "metrics.jsonl", settings.evaluation.sets)
         if not sets:
             stack.pop_all()
             sys.stderr.write(f"the evaluation was left out; {folder}/logs/controller.log says why\n")
@@ -91,15 +91,15 @@ def evaluation_settings(
     return validated(sections, config)
 
 
-def figures(metrics: Path) -> dict[str, dict[str, float | None]]:
-    """The figures of each set, by name, that a run wrote at step 0; None for one that is not finite."""
+def figures(metrics: Path, names: Iterable[str]) -> dict[str, dict[str, float | None]]:
+    """The figures of each set of `names` that a run wrote at step 0; None for one that is not finite."""
     sets: dict[str, dict[str, float | None]] = {}
+    longest_first = sorted(names, key=len, reverse=True)  # names may hold slashes, as those of figures do
     for line in metrics.read_text().splitlines():
         for name, value in json.loads(line).items():
-            prefix, _, rest = name.partition("/")
-            held_out, _, figure = rest.partition("/")
-            if prefix == "eval" and figure:
-                sets.setdefault(held_out, {})[figure] = value
+            held_out = next((each for each in longest_first if name.startswith(f"eval/{each}/")), None)
+            if held_out is not None:
+                sets.setdefault(held_out, {})[name.removeprefix(f"eval/{held_out}/")] = value
     return sets
 
 

@@ -1,6 +1,5 @@
 """Sections of what is trained on what: the run, the model, prompts, sampling and held-out evaluation."""
 
-import re
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, JsonValue, PositiveInt
@@ -157,15 +156,6 @@ class EvaluationSet(Section):
     """Longest response; absent: sampling.max_tokens."""
 
 
-def _set_name(name: str) -> str:
-    if not re.fullmatch(r"[ -.0-~]{1,200}", name):
-        raise ValueError(
-            f"{name!r} is no name of a set, which stands in metrics (eval/SET/accuracy) and in names of sessions: give "
-            "it 1 to 200 printable ASCII characters and no slash"
-        )
-    return name
-
-
 class EvaluationSection(Section):
     """Evaluation at step 0, every k steps and at the end, on pinned weights."""
 
@@ -175,5 +165,5 @@ class EvaluationSection(Section):
     """Whether the next step is sampled and trained meanwhile; its publish waits for the evaluation. Not with rollouts
     that sleep while the trainers work (rollout.sleep_mode).
     """
-    sets: dict[Annotated[str, AfterValidator(_set_name)], EvaluationSet] = {}
-    """Held-out sets by name: printable ASCII without a slash, for metrics are called so (eval/SET/accuracy)."""
+    sets: dict[str, EvaluationSet] = {}
+    """Held-out sets by name. With an environment a name has at most 200 characters, printable ASCII."""

@@ -40,6 +40,9 @@ from rolecall.settings.trainers import (
     check_dtype,
 )
 
+MAX_SET_NAME_CHARS = 200
+"""Characters of a held-out set's name where sessions of an environment are named after it: those have up to 512."""
+
 
 class RunSettings(Section):
     """The settings of a run: its whole file."""
@@ -376,18 +379,12 @@ class RunSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _judges_compare_one_conversation(self) -> Self:
-        if self.environment is None or self.environment.max_turns == 1:
-            return self
-        for name, component in self.reward.components.items():
-            scorer = component.scorer
-            if not isinstance(scorer, ExternalScorer) or scorer.rubric is None or scorer.asked.scope == "item":
-                continue
-            if shown := sorted(scorer.asked.variables & {"prompt", "messages"}):
+    def _sessions_are_named_after_sets(self) -> Self:
+        for name in self.evaluation.sets if self.environment is not None else ():
+            if not (name.isascii() and name.isprintable() and len(name) <= MAX_SET_NAME_CHARS):
                 raise ValueError(
-                    f"reward.components.{name}.scorer.rubric: scope group compares two responses in one conversation, "
-                    f"of which its template shows {', '.join(shown)}, and each episode has its own; use scope item, or "
-                    "a function of scope group, or set environment.max_turns to 1 where no episode has more"
+                    f"evaluation.sets: {name!r} stands in the names of the environment's sessions, which are printable "
+                    f"ASCII; give it at most {MAX_SET_NAME_CHARS} such characters"
                 )
         return self
 

@@ -117,14 +117,14 @@ async def test_a_server_that_takes_whole_groups_reads_large_ones() -> None:
         assert broken(await examine_scorer(Peer(address), own_pool(), QUICK)) == []
 
 
-class FourAtATime(Honest):
-    """It turns away a fifth call, which its caller is to make again."""
+class TwoAtATime(Honest):
+    """It turns away a third call, which its caller is to make again."""
 
     num_calls = 0
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
-        if self.num_calls == 4:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "four at a time")
+        if self.num_calls == 2:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "two at a time")
         self.num_calls += 1
         try:
             await asyncio.sleep(0.01)
@@ -133,9 +133,40 @@ class FourAtATime(Honest):
             self.num_calls -= 1
 
 
-async def test_a_server_that_turns_calls_away_for_now_keeps_every_rule() -> None:
-    async with serving(FourAtATime()) as address:
+class NineOfTen(Honest):
+    """It turns away every tenth call."""
+
+    num_calls = 0
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+        self.num_calls += 1
+        if self.num_calls % 10 == 0:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "now and then")
+        return await super().Score(request, context)
+
+
+@pytest.mark.parametrize("servicer", [TwoAtATime(), NineOfTen()])
+async def test_a_server_that_turns_calls_away_for_now_keeps_every_rule(servicer: Honest) -> None:
+    async with serving(servicer) as address:
         assert broken(await examine_scorer(Peer(address), own_pool(), QUICK)) == []
+
+
+class GoneAfterTwelve(Honest):
+    """Its model has died, behind a server that lives."""
+
+    num_calls = 0
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+        self.num_calls += 1
+        if self.num_calls > 12:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the model died")
+        return await super().Score(request, context)
+
+
+async def test_a_server_that_turns_every_call_away_is_given_up_once_and_not_by_every_rule() -> None:
+    async with serving(GoneAfterTwelve()) as address, asyncio.timeout(60):
+        report = await examine_scorer(Peer(address), own_pool(), QUICK)
+    assert "calls.load" in broken(report)
 
 
 async def test_a_service_that_scores_and_says_that_it_does_not_serve_is_found() -> None:

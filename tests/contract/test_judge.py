@@ -20,10 +20,13 @@ from rolecall.conformance.peer import Peer
 from rolecall.conformance.reward.pool import own_pool
 from rolecall.conformance.reward.session import Options
 from rolecall.errors import ConfigError
+from rolecall.scoring.json_server import JsonServer
 from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.settings import ExternalScorer, RpcSection
+from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2, trajectory_pb2
 from services.reward.external.component import HttpComponent, open_http
+from services.reward.external.judge import Judge
 from tests.contract.reward_peers import reward_service
 from tests.twins.http_scorer import HttpTwin, Reply, http_server, judge_twin, openai_answer, verdict_json
 
@@ -255,11 +258,32 @@ async def test_several_answers_vote_and_what_is_no_verdict_has_none(
     assert twin.requests[0].body["n"] == 3
 
 
-@pytest.mark.parametrize("usage", [(10**400, 1), (-1, 1), (1, 10**30)])
+class Counted(ScorerMeter):
+    """A meter that keeps what it was told of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__("it")
+        self.tokens: list[tuple[int, int, float | None]] = []
+
+    def used(self, num_prompt_tokens: int, num_answer_tokens: int, cost: float | None) -> None:
+        super().used(num_prompt_tokens, num_answer_tokens, cost)
+        self.tokens.append((num_prompt_tokens, num_answer_tokens, cost))
+
+
+@pytest.mark.parametrize(
+    "usage", [(100, 50), (10**400, 1), (-1, 1), (1000, -900), (-90, 95), (1, 10**30), (2**53 - 1, 2**53 - 1)]
+)
 async def test_a_verdict_stands_whatever_the_server_says_of_its_tokens(usage: tuple[int, int]) -> None:
-    twin = HttpTwin(lambda request: openai_answer(verdict_json("good"), usage=usage))
-    async with component(twin, {**RUBRIC, "prices": [1.0, 1.0]}) as judge:
+    twin, meter = HttpTwin(lambda request: openai_answer(verdict_json("good"), usage=usage)), Counted()
+    with http_server(twin) as url:
+        rubric: Any = {**RUBRIC, "prices": [1.0, 2.0]}
+        scorer = ExternalScorer(kind="judge", address=f"{url}/v1", rubric=rubric)
+        server = JsonServer("it", scorer, RpcSection(), timeout_s=30.0)
+        judge = HttpComponent("it", Judge("it", scorer.asked, server, meter), server, 1, meter)
         assert values(await judge.score(items_of("right"))) == [1.0]
+        await judge.close()
+    is_counted = all(0 <= count < 2**53 for count in usage)
+    assert meter.tokens == ([(*usage, (usage[0] * 1.0 + usage[1] * 2.0) / 1e6)] if is_counted else [])
 
 
 async def test_a_choice_is_a_verdict_and_nothing_else() -> None:

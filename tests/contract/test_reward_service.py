@@ -256,6 +256,38 @@ async def test_a_function_of_many_runs_once_at_a_time_whoever_leaves() -> None:
     assert (result.reward.value, begun, most) == (0.5, ["left", "last"], 1)
 
 
+@pytest.mark.parametrize("is_slow", [True, False])
+async def test_a_function_of_many_that_hangs_is_told_once_and_when_it_came_back(
+    is_slow: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def many(items: Sequence[Item]) -> list[float]:
+        begun.set()
+        may_end.wait(60)
+        return [0.5] * len(items)
+
+    spec = description("many", (0, 1), READS, {}, token_rewards=False, max_items=2)
+    score = all_at_once(many, spec, overdue_s=0.2)
+    calls = [asyncio.ensure_future(score(items_of(name))) for name in ("left", "waiting")]
+    await until(begun.is_set)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    if is_slow:
+        may_end.set()
+        await asyncio.sleep(0.5)
+        assert not caplog.messages, "a slow one is none of anybody's business"
+        return
+    await until(lambda: caplog.messages)
+    (told,) = caplog.messages
+    assert "scorer many: a call of the function is still at work" in told
+    may_end.set()
+    await score(items_of("last"))
+    await until(lambda: len(caplog.messages) > 1)
+    assert "scorer many: that call came back" in caplog.messages[1]
+
+
 @pytest.mark.parametrize("kind", ["one_by_one", "whole_groups"])
 async def test_what_is_not_begun_when_the_caller_leaves_is_never_begun(kind: str) -> None:
     begun: list[str] = []

@@ -262,6 +262,22 @@ def test_responses_to_held_out_prompts_that_the_model_s_length_ends_are_told(con
     ) in text
 
 
+def test_a_judge_that_compares_in_one_conversation_is_noted_where_episodes_may_have_their_own(config: Path) -> None:
+    def told(template: str, scope: str = "group", turns: int | None = 16) -> str:
+        verdicts = "{good: 1, bad: 0}" if scope == "item" else "{}"
+        rubric = f"{{model: m, scope: {scope}, template: '{template}', verdicts: {verdicts}}}"
+        judge = f"reward.components.won={{scorer: {{kind: judge, address: 'http://127.0.0.1:1/v1', rubric: {rubric}}}}}"
+        played = [f"environment={{address: '127.0.0.1:1', max_turns: {turns}}}"] if turns else []
+        return findings(load_settings(config, [judge, *played]))[1]
+
+    note = "NOTE reward.components.won.scorer.rubric: scope group shows messages of one conversation"
+    assert note in told("{{ messages }} {{ first }} {{ second }}")
+    assert note not in told("{{ messages }} {{ first }} {{ second }}", turns=1)
+    assert note not in told("{{ messages }} {{ first }} {{ second }}", turns=None)
+    assert note not in told("{{ first }} {{ second }}")
+    assert note not in told("{{ messages }} {{ response }}", scope="item")
+
+
 def test_the_rows_of_held_out_sets_are_read_too(config: Path) -> None:
     (config.parent / "held.jsonl").write_text('{"prompt": "1 + 1"}\n')
     _, text = findings(load_settings(config, ["evaluation.sets={held: {path: held.jsonl}}"]))

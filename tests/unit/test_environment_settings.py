@@ -52,19 +52,14 @@ def test_sections_that_do_not_fit_are_refused(
         settings(tmp_path, scorer, **sections)
 
 
-def test_a_judge_that_compares_shows_no_conversation_of_episodes(tmp_path: Path) -> None:
-    def judge(template: str, scope: str = "group") -> dict[str, Any]:
-        verdicts = {"good": 1, "bad": 0} if scope == "item" else {}
-        rubric = {"model": "m", "scope": scope, "template": template, "verdicts": verdicts}
-        return {"kind": "judge", "address": "http://127.0.0.1:1/v1", "rubric": rubric}
-
-    comparing = judge("{{ messages }} {{ first }} {{ second }}")
-    with pytest.raises(ValidationError, match=r"won\.scorer\.rubric: scope group compares .* template shows messages"):
-        settings(tmp_path, comparing, environment=ADDRESS)
-    settings(tmp_path, comparing)
-    settings(tmp_path, comparing, environment={**ADDRESS, "max_turns": 1})
-    settings(tmp_path, judge("{{ first }} {{ second }}"), environment=ADDRESS)
-    settings(tmp_path, judge("{{ messages }} {{ response }}", scope="item"), environment=ADDRESS)
+@pytest.mark.parametrize("name", ["\u6570\u5b66", "a\tb", "x" * 201])
+def test_a_set_that_no_session_can_be_named_after_is_refused(tmp_path: Path, name: str) -> None:
+    evaluation = {"sets": {name: {"path": "held.jsonl"}}}
+    with pytest.raises(ValidationError, match="stands in the names of the environment's sessions"):
+        settings(tmp_path, {"kind": "environment"}, environment=ADDRESS, evaluation=evaluation)
+    settings(tmp_path, {"kind": "exact_match"}, evaluation=evaluation)
+    evaluation = {"sets": {"math/AIME 2024 (v1.1)": {"path": "held.jsonl"}}}
+    settings(tmp_path, {"kind": "environment"}, environment=ADDRESS, evaluation=evaluation)
 
 
 def test_a_row_is_as_long_as_a_conversation_unless_it_is_said_and_the_store_is_budgeted_for_it(tmp_path: Path) -> None:

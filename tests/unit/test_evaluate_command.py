@@ -87,11 +87,19 @@ def test_a_run_s_own_file_is_evaluated_as_the_one_that_it_was_made_of(tmp_path: 
 
 def test_figures_are_told_by_set(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [
-        {"step": 0, "eval/held/reward": 0.5, "eval/held/pass@2": 0.75, "eval/other/reward": None, "reward/mean": 0.1}
+        {"step": 0, "eval/held/reward": 0.5, "eval/held/pass@2": 0.75, "eval/other/reward": None, "reward/mean": 0.1},
+        {"step": 0, "eval/held/won/by_turns": 0.25, "eval/held/math/aime/won/by_turns": 0.125},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = figures(tmp_path / "metrics.jsonl")
-    assert found == {"held": {"reward": 0.5, "pass@2": 0.75}, "other": {"reward": None}}
+    found = figures(tmp_path / "metrics.jsonl", ["held", "held/math/aime", "other"])
+    assert found == {
+        "held": {"reward": 0.5, "pass@2": 0.75, "won/by_turns": 0.25},
+        "other": {"reward": None},
+        "held/math/aime": {"won/by_turns": 0.125},
+    }
     told = io.StringIO()
     write_figures(found, told)
-    assert told.getvalue() == "held\n  pass@2  0.75\n  reward  0.5\nother\n  reward  not finite\n"
+    assert told.getvalue() == (
+        "held\n  pass@2        0.75\n  reward        0.5\n  won/by_turns  0.25\nother\n  reward  not finite\n"
+        "held/math/aime\n  won/by_turns  0.125\n"
+    )

@@ -3,6 +3,7 @@ which later ones are compared.
 """
 
 import asyncio
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,10 @@ from rolecall.v1 import reward_pb2, reward_pb2_grpc
 Items = Sequence[reward_pb2.ScoreItem]
 MAX_ATTEMPTS = 6
 """Times in a row that a call is refused for now before it has failed, while no other is answered."""
+AWAY_PAUSE_S = 0.1
+"""The first pause after UNAVAILABLE, each shortened at random by up to half. They double up to a call's last attempt,
+so that one waits 3 s at most while nobody is answered.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,9 @@ class RewardSession:
         self._channel = peer.open()
         self.stub = reward_pb2_grpc.RewardServiceStub(self._channel)
         self._limit = RateLimit()
+        self._num_under_way = 0
         self._num_answered = 0
+        self._away_since = -1
         self._first: list[tuple[Items, reward_pb2.ScoreResponse]] = []
 
     async def open(self) -> None:
@@ -84,29 +91,46 @@ class RewardSession:
         return cut([only(item, self.spec) for item in items], self.spec)
 
     async def score(self, items: Items) -> reward_pb2.ScoreResponse:
-        """One call with exactly these items. While the service refuses it for now, the call waits and is repeated."""
+        """One call with exactly these items. While the service refuses it for now, the call waits and is repeated; once
+        a call has failed by UNAVAILABLE others do at once, until one is answered.
+        """
         request = reward_pb2.ScoreRequest(items=items)
         loop = asyncio.get_running_loop()
-        num_left = MAX_ATTEMPTS
+        num_left, num_answered = MAX_ATTEMPTS, self._num_answered
         while True:
-            num_answered = self._num_answered
             await asyncio.sleep(max(0.0, self._limit.pause_s()))
             called_at = loop.time()
             try:
-                response = await self.stub.Score(request, timeout=self.options.timeout_s)
+                response = await self._call(request)
             except grpc.aio.AioRpcError as error:
                 known = self._error(error, "Score")
                 num_left = num_left - 1 if self._num_answered == num_answered else MAX_ATTEMPTS
-                is_refused = isinstance(known, RateLimitedError) or error.code() is grpc.StatusCode.UNAVAILABLE
-                if not is_refused or not num_left:
+                num_answered = self._num_answered
+                if isinstance(known, RateLimitedError) and num_left:
+                    self._limit.refused(called_at, float(known.details.get("retry_after_s", 0.0)))
+                    continue
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise
-                self._limit.refused(called_at, float(known.details.get("retry_after_s", 0.0)))
+                if self._num_under_way:  # which the service may be at work on
+                    num_left = max(1, num_left)
+                elif not num_left or self._away_since == num_answered:
+                    self._away_since = num_answered
+                    raise
+                pause_s = AWAY_PAUSE_S * 2 ** (MAX_ATTEMPTS - 1 - min(num_left, MAX_ATTEMPTS - 1))
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 continue
             self._limit.answered()
             self._num_answered += 1
             if response is None:
                 raise ScorerError("it answered bytes that are not a ScoreResponse")
             return response
+
+    async def _call(self, request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreResponse:
+        self._num_under_way += 1
+        try:
+            return await self.stub.Score(request, timeout=self.options.timeout_s)
+        finally:
+            self._num_under_way -= 1
 
     async def results(self, chunks: Iterable[Items]) -> dict[str, reward_pb2.ScoreResult]:
         """The results of several calls, one after the other, by id."""

@@ -142,7 +142,9 @@ class Judge:
         if not isinstance(usage, dict):
             return
         asked, answered = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
-        if not isinstance(asked, int) or not isinstance(answered, int) or not 0 <= asked + answered < 2**53:
+        if not isinstance(asked, int) or not isinstance(answered, int):
+            return
+        if not all(0 <= count < 2**53 for count in (asked, answered)):
             return
         prices = self._rubric.prices
         cost = None if prices is None else (asked * prices[0] + answered * prices[1]) / 1e6
