@@ -338,7 +338,7 @@ class StepRun:
             if instant == "columns are written":
                 self.note_sealed(next(sealed))
             if instant == "step is committed" and next(committed) == num_steps:
-                board.stop(checkpoint=save)
+                board.stop(checkpoint=save, failure="")
             self.arrows.at(instant)
 
         loop = self.make_loop(self.parts(board), recovered, at)

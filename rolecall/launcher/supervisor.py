@@ -52,7 +52,7 @@ WATCH_TIMEOUT_S = 3600.0
 END_GRACE_S = 30.0
 """Time for the controller to end by itself after the run has ended: what trackers have queued is sent then."""
 RUN_CALL_TIMEOUT_S = 5.0
-"""Deadline of the request to stop with a checkpoint, and of a look at the run where no stream is left to follow it."""
+"""Deadline of the request to stop, and of a look at the run where no stream is left to follow it."""
 CHECKPOINT_GRACE_S = 60.0
 """Time for the run to end with a checkpoint after a budget was spent."""
 
@@ -338,9 +338,12 @@ class Supervisor:
         self._failure = end.failure.partition("\n")[0]
         if end.role != "controller" and self._status.error:
             self._view.note(f"controller: {self._status.error}")
+        can_save = self._status.step > 0 and end.role not in _STATEFUL
+        if can_save:
+            await self._stop_with_checkpoint()
+        elif self._status.run and "controller" in self._processes.running:  # it shows how the run ended
+            await self._stop(checkpoint=False)
         if self._status.step > 0:
-            if end.role not in _STATEFUL:
-                await self._stop_with_checkpoint()
             step, saved = (
                 self._status.step,
                 max(RunCheckpoints(open_storage(self._resolved.run.checkpoints), 1).steps(), default=None),
@@ -356,14 +359,8 @@ class Supervisor:
 
     async def _stop_with_checkpoint(self) -> None:
         """Asks the controller to end with a checkpoint and waits for that, within bounds."""
-        assert self._resolved.controller.address is not None
         self._view.note(f"stopping the run with a checkpoint, for at most {CHECKPOINT_GRACE_S:g} s")
-        try:
-            async with open_channel(self._resolved.controller.address, self._resolved.rpc) as channel:
-                stub = controller_pb2_grpc.ControllerServiceStub(channel)
-                await stub.StopRun(controller_pb2.StopRunRequest(checkpoint=True), timeout=RUN_CALL_TIMEOUT_S)
-        except RoleCallError as error:
-            self._view.note(f"the controller could not be asked: {error.message}")
+        if not await self._stop(checkpoint=True):
             return
         deadline = time.monotonic() + CHECKPOINT_GRACE_S
         while (
@@ -372,6 +369,18 @@ class Supervisor:
             and not any(start.worker.role == "controller" for start, _ in self._processes.poll())
         ):
             await asyncio.sleep(POLL_S)
+
+    async def _stop(self, *, checkpoint: bool) -> bool:
+        """Tells the controller that the run ends, and of what; whether it heard."""
+        assert self._resolved.controller.address is not None
+        request = controller_pb2.StopRunRequest(checkpoint=checkpoint, failure=self._failure)
+        try:
+            async with open_channel(self._resolved.controller.address, self._resolved.rpc) as channel:
+                await controller_pb2_grpc.ControllerServiceStub(channel).StopRun(request, timeout=RUN_CALL_TIMEOUT_S)
+        except RoleCallError as error:
+            self._view.note(f"the controller could not be asked: {error.message}")
+            return False
+        return True
 
 
 async def _unreachable(watching: "asyncio.Task[None]") -> int:

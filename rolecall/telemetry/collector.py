@@ -32,7 +32,8 @@ class Spans(OTLPSpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Sends `spans`, once."""
-        result = super().export(spans)
+        with _heard:
+            result = super().export(spans)
         self._teller.tell(has_arrived=result is SpanExportResult.SUCCESS)
         return result
 
@@ -46,7 +47,8 @@ class Numbers(OTLPMetricExporter):
 
     def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
         """Sends `metrics_data`, once."""
-        result = super().export(metrics_data, timeout_millis, **kwargs)
+        with _heard:
+            result = super().export(metrics_data, timeout_millis, **kwargs)
         self._teller.tell(has_arrived=result is MetricExportResult.SUCCESS)
         return result
 
@@ -74,9 +76,16 @@ class _Teller:
 
 
 class _Heard(threading.local):
-    """The words of the library's last complaint in this thread."""
+    """The words of the library's last complaint in this thread's last export. It is entered for each export."""
 
     words = ""
+    is_exporting = False
+
+    def __enter__(self) -> None:
+        self.words, self.is_exporting = "", True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_exporting = False
 
 
 _heard = _Heard()
@@ -84,11 +93,13 @@ _heard = _Heard()
 
 def _keep_words(record: logging.LogRecord) -> bool:
     """Keeps what the library says of each failed try for `_Teller`, and out of the log."""
-    _heard.words = record.getMessage()
-    return False
+    if _heard.is_exporting:
+        _heard.words = record.getMessage()
+    return not _heard.is_exporting
 
 
-logging.getLogger(exporter.__name__).addFilter(_keep_words)
+# before the library's own filter, which takes the words of another thread in the same 20 s for a repetition
+logging.getLogger(exporter.__name__).filters.insert(0, _keep_words)
 
 
 def _is_insecure(endpoint: str) -> bool:

@@ -89,7 +89,7 @@ class Trackers:
         for tracker in self._remote:
             tracker.keep_samples(step, [sample for kept in shown.values() for sample in kept])
 
-    def flush(self, end: End = End.DONE) -> None:
+    def flush(self, end: End) -> None:
         """Closes all, the remote ones at the same time: within background_tracker.FLUSH_S. They show `end`, how the run
         stands.
         """

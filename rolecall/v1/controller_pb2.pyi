@@ -403,8 +403,8 @@ class RunStatus(_message.Message):
     last_failure: _builtins.str
     """The failure behind the last of them; empty before the first."""
     trouble: _builtins.str
-    """What is in the way at present and waited for, for people: the store that is away, a scorer that gives no scores, with
-    its address and last error; empty when nothing is.
+    """What is in the way at present and waited for, for people: the store that is away or gave no counts in time, a scorer
+    that gives no scores, with its address and last error; empty when nothing is.
     """
     last_drop: _builtins.str
     """The newest group that was dropped because something failed, with the reason and the error; empty before the first that this controller dropped. The
@@ -412,7 +412,9 @@ class RunStatus(_message.Message):
     """
     @_builtins.property
     def ledger(self) -> Global___LedgerCounts:
-        """Balance of all groups of the run; absent before the controller has locked the run, and while the store is away."""
+        """Balance of all groups of the run; absent before the controller has locked the run, and where
+        the store does not give it within two seconds.
+        """
 
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
@@ -606,16 +608,20 @@ class StopRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     checkpoint: _builtins.bool
     """Save a checkpoint before ending."""
+    failure: _builtins.str
+    """What failed for good, where the run is given up because of it: it ends as RUN_STATE_FAILED with this error. Empty when people wish the end."""
     def __init__(
         self,
         *,
         checkpoint: _builtins.bool = ...,
+        failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "failure", b"failure"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -104,7 +104,7 @@ class ControllerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetRun(self, request, context):
-        """The run as it stands. Idempotent. Waits for the store's counts, ten seconds at most while it is away.
+        """The run as it stands. Idempotent. Waits two seconds at most, for the store's counts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

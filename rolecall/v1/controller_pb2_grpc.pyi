@@ -26,7 +26,7 @@ class ControllerServiceStub:
     end, so that another takes its place.
     """
     GetRun: _aio.UnaryUnaryMultiCallable[_controller_pb2.GetRunRequest, _controller_pb2.GetRunResponse]
-    """The run as it stands. Idempotent. Waits for the store's counts, ten seconds at most while it is away."""
+    """The run as it stands. Idempotent. Waits two seconds at most, for the store's counts."""
     WatchRun: _aio.UnaryStreamMultiCallable[_controller_pb2.WatchRunRequest, _controller_pb2.WatchRunResponse]
     """Streams the run: its state at once, then one message per change, at most a few a second, until it ends.
     Idempotent: reconnect and go on; steps missed in between are not sent again.
@@ -78,7 +78,7 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.GetRunRequest,
         context: _aio.ServicerContext[_controller_pb2.GetRunRequest, _abc.Awaitable[_controller_pb2.GetRunResponse]],
     ) -> _abc.Awaitable[_controller_pb2.GetRunResponse]:
-        """The run as it stands. Idempotent. Waits for the store's counts, ten seconds at most while it is away."""
+        """The run as it stands. Idempotent. Waits two seconds at most, for the store's counts."""
 
     @_abc_1.abstractmethod
     def WatchRun(

@@ -58,6 +58,8 @@ class RunBoard:
         """Steps applied at the last evaluation; -1 before the first."""
         self.stop_requested = False
         self.stop_with_checkpoint = False
+        self.failure = ""
+        """What the run was given up for by whoever stopped it; empty where people wished the end."""
         self.checkpoint_requests: list[asyncio.Future[tuple[str, int]]] = []
         """Callers who wait for a checkpoint of the next boundary, each for its (path, step)."""
         self.steered = False
@@ -142,10 +144,11 @@ class RunBoard:
         self._resumed.set()
         self._changed.set()
 
-    def stop(self, *, checkpoint: bool) -> None:
-        """End after the step in progress."""
+    def stop(self, *, checkpoint: bool, failure: str) -> None:
+        """End after the step in progress, as failed where `failure` says of what."""
         self.stop_requested = True
         self.stop_with_checkpoint = self.stop_with_checkpoint or checkpoint
+        self.failure = self.failure or failure
         self._changed.set()
 
     def request_checkpoint(self) -> "asyncio.Future[tuple[str, int]]":

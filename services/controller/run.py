@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 TELL_LEASES = 3
 """Leases of patience with a worker that has not heard of the run's end: on a busy machine heartbeats come late."""
+COUNTS_S = 2.0
+"""Longest wait for the store's counts in an answer about the run: shorter than any caller's deadline."""
 ROLE_POLL_S = 0.25
 """Pause between two looks at a role that is not up yet."""
 CHECKPOINTS = "the checkpoints' storage"
@@ -63,6 +65,8 @@ class ControllerRun:
             parts.prompt_bytes,
             parts.board.wait_for,
         )
+        self._counting: asyncio.Future[controller_pb2.LedgerCounts] | None = None
+        """The newest look at the store's counts: one at a time, however many ask while the store is away."""
         self._unanswered: dict[str, str] = {}
         """Last error by role that is waited for."""
         self._over = False
@@ -95,6 +99,8 @@ class ControllerRun:
                 # nobody's run to give back, nobody to give it to, or a store that the next controller has to judge
                 with contextlib.suppress(FencedError, StoreUnavailableError, StoreRolledBackError):
                     await self._threads.call(self._ledger.unlock)
+            if self._board.failure:
+                raise BudgetSpentError(self._board.failure)
             self._board.move(controller_pb2.RUN_STATE_DONE)
             self._over = True
         except Exception as error:
@@ -241,7 +247,9 @@ class ControllerRun:
     async def close(self) -> None:
         """Lets go of everything; trackers show how the run stands."""
         failed = self._board.state == controller_pb2.RUN_STATE_FAILED
-        if self._over:
+        if self._board.failure:  # given up, if this process was ended before its loop was
+            end = End.FAILED
+        elif self._over:
             end = End.FAILED if failed else End.DONE
         else:
             end = End.GOES_ON if failed else End.STOPPED
@@ -279,14 +287,18 @@ class ControllerRun:
                         await asyncio.sleep(self._settings.controller.heartbeat_s / 4)
 
     async def status(self) -> controller_pb2.RunStatus:
-        """The run as it stands. While the store is away its counts are absent, and `trouble` says why."""
+        """The run as it stands, within COUNTS_S. Counts that the store does not give in time are absent, and `trouble`
+        says why.
+        """
         board, trouble = self._board, [self._parts.reward.trouble]
         ledger = None
         try:
             if self._ledger.ctl:
-                ledger = await self._threads.call(self._ledger.counts)
+                ledger = await self._counts()
         except StoreUnavailableError as error:
             trouble.insert(0, error.message)
+        except TimeoutError:
+            trouble.insert(0, f"the store gave no counts within {COUNTS_S:g} s")
         state = (
             controller_pb2.RUN_STATE_PAUSED
             if board.paused and board.state == controller_pb2.RUN_STATE_RUNNING
@@ -312,6 +324,13 @@ class ControllerRun:
             trouble="; ".join(filter(None, trouble)),
         )
 
+    async def _counts(self) -> controller_pb2.LedgerCounts:
+        """The ledger's balance. TimeoutError after COUNTS_S; the look goes on for those who ask next."""
+        if self._counting is None or self._counting.done():
+            self._counting = asyncio.ensure_future(self._threads.call(self._ledger.counts))
+        async with asyncio.timeout(COUNTS_S):
+            return await asyncio.shield(self._counting)
+
     async def watch(self) -> AsyncIterator[controller_pb2.RunStatus]:
         """The run now and after every change, until it ends."""
         async for _ in self._board.changes():
@@ -331,9 +350,9 @@ class ControllerRun:
         if self._ledger.ctl:  # before that the ledger's word is taken at the start
             await self._threads.call(self._ledger.pause, self._board.paused)
 
-    def stop(self, *, checkpoint: bool) -> None:
-        """End after the step in progress."""
-        self._board.stop(checkpoint=checkpoint)
+    def stop(self, *, checkpoint: bool, failure: str) -> None:
+        """End after the step in progress, as failed where `failure` says of what."""
+        self._board.stop(checkpoint=checkpoint, failure=failure)
 
     async def profile(
         self, role: controller_pb2.Role.ValueType, num_steps: int

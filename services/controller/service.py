@@ -46,7 +46,7 @@ class ControllerServicer(ControllerServiceServicer):
         return pb.ResumeRunResponse()
 
     async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:
-        self._run.stop(checkpoint=request.checkpoint)
+        self._run.stop(checkpoint=request.checkpoint, failure=request.failure)
         return pb.StopRunResponse()
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:

@@ -35,6 +35,7 @@ from rolecall.errors import (
     UnknownWorkerError,
     VersionMismatchError,
 )
+from rolecall.launcher.supervisor import RUN_CALL_TIMEOUT_S
 from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring.scores import Item
@@ -624,6 +625,33 @@ async def test_a_run_is_shown_without_its_counts_while_the_store_is_away(
         await life.ends()
 
 
+async def test_a_store_that_hangs_keeps_no_look_at_the_run_waiting_and_takes_one_thread(
+    light_run: LightRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_back, looks, counts = threading.Event(), list[Ledger](), Ledger.counts
+
+    def hangs(ledger: Ledger) -> pb.LedgerCounts:
+        looks.append(ledger)
+        assert is_back.wait(RUN_S)
+        return counts(ledger)
+
+    async with light_run(run={"num_steps": 1000}) as run, run.rollout("rollout-0"), run.controller() as life:
+        await life.reaches(1)
+        monkeypatch.setattr(Ledger, "counts", hangs)
+        for _ in range(2):
+            asked = [life.stub.GetRun(pb.GetRunRequest(), timeout=RUN_CALL_TIMEOUT_S) for _ in range(8)]
+            for shown in [(await call).status for call in asked]:
+                assert (shown.state, shown.HasField("ledger")) == (pb.RUN_STATE_RUNNING, False)
+                assert shown.trouble == "the store gave no counts within 2 s"
+        assert len(looks) == 1
+        is_back.set()
+        shown = await life.status()
+        assert shown.ledger.admitted
+        assert not shown.trouble
+        await life.stub.StopRun(pb.StopRunRequest())
+        await life.ends()
+
+
 async def test_a_paused_run_without_rollouts_outlives_a_hiccup_of_its_store(
     light_run: LightRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -752,10 +780,21 @@ async def test_trackers_are_told_how_the_run_stands_at_the_end_of_each_controlle
             await life.reaches(2)
             await life.stub.StopRun(pb.StopRunRequest())
             await life.ends()
+        async with run.controller() as life:
+            await life.reaches(3)
+            await life.stub.StopRun(pb.StopRunRequest(checkpoint=True, failure="rollout-0 ended too often"))
+            with pytest.raises(BudgetSpentError, match="rollout-0 ended too often"):
+                await life.ends()
+            shown = await life.status()
+            assert (shown.state, shown.error) == (pb.RUN_STATE_FAILED, "rollout-0 ended too often")
+            assert run.newest().step == shown.step
+        async with run.controller() as life:
+            await life.reaches(4)
+            await life.stub.StopRun(pb.StopRunRequest(failure="the actor ended too often"))
         is_broken = True
         with pytest.raises(BudgetSpentError):
             await run.to_the_end()
-    assert told.read_text().split() == ["GOES_ON", "STOPPED", "DONE", "FAILED"]
+    assert told.read_text().split() == ["GOES_ON", "STOPPED", "DONE", "FAILED", "FAILED", "FAILED"]
 
 
 async def test_a_second_controller_on_a_run_is_refused_and_the_first_goes_on(

@@ -22,7 +22,7 @@ from rolecall.launcher.run_record import keep_record, read_record
 from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
-from rolecall.trackers import Trackers
+from rolecall.trackers import End, Trackers
 from rolecall.v1 import controller_pb2
 from tests.file_sizes import files_up_to
 from tests.fixtures_store import StoreUnderTest
@@ -148,7 +148,7 @@ def test_metrics_and_samples_that_find_no_space_are_lost_with_one_warning_and_th
     ballast.unlink()
     trackers.log(6, {"loss": 0.25})
     trackers.keep_samples(6, [{"id": "6/0"}])
-    trackers.flush()
+    trackers.flush(End.DONE)
     assert [json.loads(line)["step"] for line in (disk / "metrics.jsonl").read_text().splitlines()] == [1, 6]
     assert [json.loads(line)["id"] for line in (disk / "samples.jsonl").read_text().splitlines()] == ["0/0", "6/0"]
     events = [event for file in sorted((disk / "tensorboard").iterdir()) for event in EventFileLoader(str(file)).Load()]

@@ -173,6 +173,8 @@ def test_a_spent_budget_ends_the_run_with_a_checkpoint_and_the_role_s_last_words
     assert "reward failed: told to end" in output.partition("giving up")[2]
     assert "logs/reward.log" in output
     assert "there is a checkpoint of step 3; --resume goes on from it" in output
+    assert (launch.run_dir / "told_of").read_text() in output
+    assert "reward ended with exit code 75" in (launch.run_dir / "told_of").read_text()
 
 
 def test_without_an_actor_there_is_no_checkpoint_and_it_says_so(launch: Launch) -> None:
@@ -185,6 +187,7 @@ def test_without_an_actor_there_is_no_checkpoint_and_it_says_so(launch: Launch) 
         "no checkpoint of step 3 could be saved, the last is of step 0; --resume goes on from the store"
         in launch.output()
     )
+    assert "actor" in (launch.run_dir / "told_of").read_text(), "the controller shows that the run failed"
 
 
 def test_an_applied_step_renews_the_budget(launch: Launch) -> None:

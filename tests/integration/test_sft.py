@@ -190,6 +190,48 @@ def test_two_ranks_have_the_losses_of_one(
         assert metrics_of(config, name) == pytest.approx(metrics_of(whole[0], name), rel=1e-5), name
 
 
+ENDED = """
+import os, pathlib, signal
+
+def fail(number, frame):
+    raise RuntimeError("out of memory")
+
+signal.signal(signal.SIGUSR1, fail)
+
+class Ended:
+    def __init__(self, run, path, number): self.path, self.number = pathlib.Path(path), number
+    def log(self, step, values):
+        if step == 1: os.kill(os.getpid(), self.number)
+    def keep_samples(self, step, samples): pass
+    def close(self): pass
+    def end(self, how):
+        with self.path.open("a") as file: file.write(how.name + "\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "end"),
+    [
+        pytest.param(0, 0, "DONE", marks=pytest.mark.thorough("test_trackers_are_told_how_it_ended")),
+        pytest.param(signal.SIGINT, 1, "STOPPED", marks=pytest.mark.thorough("test_trackers_are_told_how_it_ended")),
+        (signal.SIGUSR1, 1, "FAILED"),
+    ],
+)
+def test_trackers_are_told_how_it_ended(
+    model: Path, data: Path, tmp_path: Path, number: int, code: int, end: str
+) -> None:
+    """The tracker sends `number` to its process after the first step."""
+    (tmp_path / "ended.py").write_text(ENDED)
+    told = tmp_path / "told"
+    custom = {"function": f"{tmp_path}/ended:Ended", "options": {"path": str(told), "number": int(number)}}
+    run = {"name": "warm", "dir": "run", "num_steps": 100000 if number else 2}
+    trackers = {"tensorboard": False, "custom": custom}
+    config = write_config(tmp_path / "job", model, data, run=run, trackers=trackers)
+    answer = subprocess.run(command(config), capture_output=True, text=True, timeout=300, check=False)
+    assert answer.returncode == code, answer.stderr
+    assert told.read_text().split() == [end]
+
+
 @pytest.mark.thorough("test_killed_trainers_end_with_the_weights_of_trainers_that_were_never_killed")
 def test_killed_at_any_step_it_goes_on_bit_by_bit(
     whole: tuple[Path, str], model: Path, data: Path, tmp_path: Path

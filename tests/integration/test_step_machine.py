@@ -240,7 +240,7 @@ def test_a_life_frees_what_overlapping_checkpoints_cover_once(
             if instant == "step is committed" and step <= 2:
                 board.request_checkpoint()
             if instant == "step is committed" and step == 3:
-                board.stop(checkpoint=True)
+                board.stop(checkpoint=True, failure="")
             if instant == "the checkpoint is begun" and step == 3:
                 batch = machine.ledger.sealed(2)
                 assert batch is not None

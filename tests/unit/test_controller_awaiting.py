@@ -28,7 +28,7 @@ async def test_a_stop_while_the_scorer_is_away_leaves_no_batch_that_is_ready(
 
     rollout = SimpleNamespace(consumer="r.0", progress=0, phase="sampling")
     board, parts = RunBoard(), SimpleNamespace
-    board.stop(checkpoint=False)
+    board.stop(checkpoint=False, failure="")
     batches = NextBatches(
         make_settings(),
         recovered=parts(position=parts(step=0)),  # type: ignore[arg-type]

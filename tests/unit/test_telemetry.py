@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.metrics.export import MetricsData
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
@@ -216,3 +217,21 @@ def test_a_collector_that_is_away_is_told_once_and_once_when_it_is_back(
     finally:
         tracing.shutdown()
         server.stop(0).wait(10)
+
+
+def test_each_exporter_says_why_it_failed_and_other_words_of_the_library_stay(
+    unused_tcp_port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector, "TIMEOUT_S", 0.5)
+    url = f"http://127.0.0.1:{unused_tcp_port}"
+    spans, numbers = collector.Spans(url), collector.Numbers(url)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(spans.export, []).result(30)
+        pool.submit(numbers.export, MetricsData([])).result(30)
+    numbers.export(MetricsData([]))
+    traces, metrics = caplog.messages
+    assert "Failed to export traces to" in traces
+    assert "Failed to export metrics to" in metrics
+    for exporter in (spans, numbers, numbers):
+        exporter.shutdown()
+    assert caplog.messages[2:] == ["Exporter already shutdown, ignoring call"]

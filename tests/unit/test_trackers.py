@@ -241,7 +241,7 @@ def test_a_tracker_of_the_users_own_gets_every_step_under_one_id_over_restarts(
         trackers = Trackers(settings)
         trackers.log(step, {"eval/x/mean@1": 0.5})
         trackers.keep_samples(step, [{"set": "train", "response": "yes"}])
-        trackers.flush()
+        trackers.flush(End.DONE)
     assert receiver.steps() == {0, 1, 2}
     assert len({body["id"] for body in receiver.bodies}) == 1
     assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [
@@ -256,7 +256,7 @@ def test_numbers_that_are_not_finite_are_null_in_the_files(make_settings: MakeSe
     trackers = Trackers(make_settings(trackers={"tensorboard": False}))
     trackers.log(1, {"actor/loss": float("nan"), "actor/sampler_ratio_max": float("inf"), "reward/mean": 0.5})
     trackers.keep_samples(1, [{"set": "train", "components": {"mine": float("-inf")}}])
-    trackers.flush()
+    trackers.flush(End.DONE)
     told = [(tmp_path / "run" / name).read_text() for name in ("metrics.jsonl", "samples.jsonl")]
     assert not any(word in text for text in told for word in ("NaN", "Infinity"))
     row, sample = map(json.loads, told)
@@ -280,7 +280,7 @@ def test_samples_beyond_what_people_read_are_in_the_file_alone(make_settings: Ma
     function = {"function": f"{tmp_path}/counting:Counting", "options": {"path": str(told)}}
     trackers = Trackers(make_settings(trackers={"tensorboard": False, "custom": function}))
     trackers.keep_samples(1, ({"set": "train" if i < 200 else "held", "i": i} for i in range(210)))
-    trackers.flush()
+    trackers.flush(End.DONE)
     assert told.read_text() == f"1 {['train'] * MAX_SHOWN + ['held'] * 10}\n"
     lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["i"] for line in lines] == list(range(210))
@@ -365,14 +365,14 @@ STEPS = """
 import sys
 from pathlib import Path
 from rolecall.settings import load_settings
-from rolecall.trackers import Trackers
+from rolecall.trackers import End, Trackers
 
 trackers = Trackers(load_settings(Path(sys.argv[1])))
 step = int(sys.argv[2])
 trackers.log(step, {"eval/held/mean@1": 0.25, "reward/a//b": 1.0, "loss": float("nan")})
 sample = {"step": step, "set": "held", "prompt": [["user", "2+2?"]], "response": "4", "reward": 1.0}
 trackers.keep_samples(step, [sample])
-trackers.flush()
+trackers.flush(End.DONE)
 """
 
 
@@ -525,5 +525,5 @@ def test_an_sft_is_tracked_too(receiver: Receiver, tmp_path: Path) -> None:
     }
     trackers = Trackers(SftSettings.model_validate(tree))
     trackers.log(1, {"sft/loss": 2.0})
-    trackers.flush()
+    trackers.flush(End.DONE)
     assert receiver.steps() == {1}

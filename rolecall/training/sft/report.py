@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from rolecall.settings import SftSettings
-from rolecall.trackers import Trackers
+from rolecall.trackers import End, Trackers
 
 LINE_S = 5.0
 """Seconds between two lines where the output is no terminal; lines with a held-out loss, and the last, are always
@@ -54,11 +54,11 @@ class SftReport:
             sys.stdout.write(f"\r{line:<110}" if self._live else f"{line}\n")
             sys.stdout.flush()
 
-    def close(self) -> None:
-        """Leaves the last line and closes the trackers."""
+    def close(self, end: End) -> None:
+        """Leaves the last line and closes the trackers, which show `end`."""
         if self._live:
             sys.stdout.write("\n")
-        self._trackers.flush()
+        self._trackers.flush(end)
 
     def _line(self, step: int, values: Mapping[str, float], now: float) -> str:
         pieces = [f"step {step}/{self._num_steps}"]

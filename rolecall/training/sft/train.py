@@ -18,6 +18,7 @@ from rolecall.errors import ConfigError, WorkerLostError
 from rolecall.identity import adapters_to_begin_with
 from rolecall.settings import SftSettings
 from rolecall.telemetry import Metrics
+from rolecall.trackers import End
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.objective.routing import RouterLosses, router_load
@@ -98,14 +99,36 @@ class SftRank:
             routers=actor.moe is not None,
             seed=run.seed,
         )
-        self._context = start_context(options, actor, actor, run.dir, start_timeout_s, ProcessHooks("sft", lost=lost))
+        self._report: SftReport | None = None
+        """The report of rank 0, from the start of `run` on."""
+
+        def end(error: WorkerLostError) -> None:
+            if self._report is not None:  # a collective may hold the main thread for good
+                self._report.close(End.FAILED)
+            lost(error)
+
+        self._context = start_context(options, actor, actor, run.dir, start_timeout_s, ProcessHooks("sft", lost=end))
 
     def run(self, *, resume: bool) -> None:
         """Trains from the newest checkpoint, or the start, to the last step's checkpoint."""
-        settings, is_leader = self._settings, self._context.group.is_leader
-        checkpoints = SftCheckpoints(settings.run, self._context, self._examples.digest)
+        checkpoints = SftCheckpoints(self._settings.run, self._context, self._examples.digest)
         step = checkpoints.restore() if resume else 0
-        report = SftReport(settings, self._num_steps, self._batches.num_per_epoch) if is_leader else None
+        if self._context.group.is_leader:
+            self._report = SftReport(self._settings, self._num_steps, self._batches.num_per_epoch)
+        end = End.FAILED
+        try:
+            self._train(step, checkpoints, self._report)
+            end = End.DONE
+        except KeyboardInterrupt:
+            end = End.STOPPED
+            raise
+        finally:
+            if self._report is not None:
+                self._report.close(end)
+        self._context.group.leave()
+
+    def _train(self, step: int, checkpoints: SftCheckpoints, report: SftReport | None) -> None:
+        """Trains from `step` on to the last step's checkpoint."""
         if report is not None:
             report.begin(step, len(self._examples.rows), self._examples.num_too_long)
             report.keep_samples(step, [self._sample(index) for index in self._batches.of_step(step)[:NUM_SAMPLES]])
@@ -117,12 +140,9 @@ class SftRank:
             if self._heldout is not None and self._is_due(step):
                 metrics.merge(self._evaluate(self._heldout))
             self._tell(report, step, metrics)
-            if step % settings.run.checkpoint_every_steps == 0 or step == self._num_steps:
+            if step % self._settings.run.checkpoint_every_steps == 0 or step == self._num_steps:
                 checkpoints.save(step)
         checkpoints.wait_until_written()
-        if report is not None:
-            report.close()
-        self._context.group.leave()
 
     def _sample(self, index: int) -> dict[str, str]:
         """An example as the policy meets it, special tokens included."""

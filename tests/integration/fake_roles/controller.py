@@ -40,7 +40,8 @@ class Reporter(controller_pb2_grpc.ControllerServiceServicer):
         return controller_pb2.GetRunResponse(status=self._status())
 
     async def StopRun(self, request: controller_pb2.StopRunRequest, context: Any) -> controller_pb2.StopRunResponse:
-        """Ends the process as one that saved a checkpoint."""
+        """Ends the process as one that saved a checkpoint, and keeps what it was told."""
+        (self._run_dir / "told_of").write_text(request.failure)
         if request.checkpoint:
             step = self._status().step
             checkpoint = self._run_dir / "checkpoints" / f"step-{step:08d}"
