@@ -37,6 +37,7 @@ help.
     │   │   └── ChannelUnreachableError this rank cannot take part in it
     │   ├── StoreUnavailableError the store does not answer
     │   ├── StorageUnavailableError the place of checkpoints does not answer
+    │   │   └── SaveHangsError    a checkpoint is still being written, past its deadline
     │   ├── ScorerUnavailableError a scorer does not answer
     │   ├── EnvironmentAwayError  an environment does not answer, or has no room
     │   └── WorkerLostError       a process or rank died
@@ -205,6 +206,10 @@ class StoreUnavailableError(UnavailableError):
 
 class StorageUnavailableError(UnavailableError):
     reason = "STORAGE_UNAVAILABLE"
+
+
+class SaveHangsError(StorageUnavailableError):
+    reason = "SAVE_HANGS"
 
 
 class ScorerUnavailableError(UnavailableError):

@@ -126,7 +126,7 @@ def _store_url(url: SecretStr) -> SecretStr:
     if not _is_whole(text, scheme):
         raise ValueError(
             "it cannot be read; user and password must be percent-encoded in it (/ as %2F, ? as %3F, # as %23), and a "
-            "port be a number, as in redis://user:password@host:port"
+            "port be a number, as in redis://user:password@host:port; a socket has no host: unix:///path"
         )
     return url
 

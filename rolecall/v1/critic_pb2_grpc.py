@@ -98,8 +98,8 @@ class CriticServiceServicer:
     def SaveCheckpoint(self, request, context):
         """Saves the critic's share of a checkpoint: answers when its state is taken, and again when everything is written; in between the trainer does other work.
         Idempotent per path and step; the work goes on when the caller leaves. Waits for the save before it, unless that has taken longer than
-        actor.train_timeout_s: STORAGE_UNAVAILABLE at once.
-        FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. INVALID_ARGUMENT: INVALID_INPUT (a path elsewhere). RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE.
+        actor.train_timeout_s: SAVE_HANGS at once.
+        FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. INVALID_ARGUMENT: INVALID_INPUT (a path elsewhere). RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE, SAVE_HANGS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

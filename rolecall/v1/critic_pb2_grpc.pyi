@@ -23,8 +23,8 @@ class CriticServiceStub:
     SaveCheckpoint: _aio.UnaryStreamMultiCallable[_training_pb2.SaveTrainerCheckpointRequest, _training_pb2.SaveTrainerCheckpointResponse]
     """Saves the critic's share of a checkpoint: answers when its state is taken, and again when everything is written; in between the trainer does other work.
     Idempotent per path and step; the work goes on when the caller leaves. Waits for the save before it, unless that has taken longer than
-    actor.train_timeout_s: STORAGE_UNAVAILABLE at once.
-    FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. INVALID_ARGUMENT: INVALID_INPUT (a path elsewhere). RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE.
+    actor.train_timeout_s: SAVE_HANGS at once.
+    FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. INVALID_ARGUMENT: INVALID_INPUT (a path elsewhere). RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE, SAVE_HANGS.
     """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_training_pb2.LoadTrainerCheckpointRequest, _training_pb2.LoadTrainerCheckpointResponse]
     """Restores one. Idempotent. NOT_FOUND: CHECKPOINT_MISSING. INVALID_ARGUMENT: CHECKPOINT_MISMATCH, INVALID_INPUT (a path elsewhere)."""
@@ -68,8 +68,8 @@ class CriticServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.AsyncIterator[_training_pb2.SaveTrainerCheckpointResponse]:
         """Saves the critic's share of a checkpoint: answers when its state is taken, and again when everything is written; in between the trainer does other work.
         Idempotent per path and step; the work goes on when the caller leaves. Waits for the save before it, unless that has taken longer than
-        actor.train_timeout_s: STORAGE_UNAVAILABLE at once.
-        FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. INVALID_ARGUMENT: INVALID_INPUT (a path elsewhere). RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE.
+        actor.train_timeout_s: SAVE_HANGS at once.
+        FAILED_PRECONDITION: OUT_OF_ORDER, FENCED. INVALID_ARGUMENT: INVALID_INPUT (a path elsewhere). RESOURCE_EXHAUSTED: DISK_FULL. UNAVAILABLE: STORAGE_UNAVAILABLE, SAVE_HANGS.
         """
 
     @_abc_1.abstractmethod

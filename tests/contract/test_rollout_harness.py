@@ -262,9 +262,10 @@ class Greedy(Agent):
         with OpenAI(base_url=policy.base_url, api_key=policy.api_key, max_retries=2) as client:
             with pytest.raises(openai.BadRequestError, match="n must be 1"):
                 asked(client, said, n=2)
-            with pytest.raises(openai.BadRequestError) as caught:
-                asked(client, [{"role": "user", "content": "x" * 500}])
-            assert caught.value.code == "context_length_exceeded"
+            for streams in (False, True):
+                with pytest.raises(openai.BadRequestError) as caught:
+                    asked(client, [{"role": "user", "content": "x" * 500}], streams=streams)
+                assert caught.value.code == "context_length_exceeded"
             for _ in range(policy.max_calls):
                 said.append({"role": "assistant", "content": asked(client, said, temperature=0, top_p=0.1)})
                 said.append({"role": "user", "content": "more"})

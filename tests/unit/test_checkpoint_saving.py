@@ -15,7 +15,7 @@ import pytest
 
 from rolecall.checkpoint.manifest import COMMITTED, Attempt, RunCheckpoints, folder_of, read_committed, store, verify
 from rolecall.checkpoint.storage import Storage, open_storage
-from rolecall.errors import CheckpointMismatchError, StorageUnavailableError
+from rolecall.errors import CheckpointMismatchError, SaveHangsError, StorageUnavailableError
 from rolecall.settings import RunSettings
 from rolecall.training.serving.hooks import nothing
 from rolecall.v1 import training_pb2 as pb
@@ -156,6 +156,29 @@ async def test_what_is_saved_is_told_once_it_is_committed_and_a_failure_takes_no
     with pytest.raises(StorageUnavailableError):
         await saver.begin(1, 4, failing, committed, lambda: None)
     assert (saver.saved_step, saver.step) == (3, 3)
+    threads.close()
+
+
+@pytest.mark.parametrize("kind", [StorageUnavailableError, SaveHangsError])
+async def test_what_a_failed_try_has_written_is_deleted_unless_a_save_hangs(
+    tmp_path: Path, make_settings: Callable[..., RunSettings], kind: type[StorageUnavailableError]
+) -> None:
+    threads, trainer = StoreThreads(), Trainer("actor", QuickStub(), make_settings().actor)  # type: ignore[arg-type]
+    storage = open_storage(str(tmp_path))
+    saver = CheckpointSaver([trainer], Checkpoints(storage, 2), threads, saved_step=0)
+
+    async def failing() -> RunPoint:
+        async with asyncio.timeout(DEADLINE_S):
+            while not storage.files():
+                await asyncio.sleep(0.01)
+        raise kind("away")
+
+    async def committed(folder: str) -> None:
+        raise AssertionError("nothing is committed")
+
+    with pytest.raises(kind):
+        await saver.begin(1, 3, failing, committed, lambda: None)
+    assert bool(storage.files()) == (kind is SaveHangsError)
     threads.close()
 
 

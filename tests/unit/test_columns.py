@@ -1,13 +1,18 @@
 """The table of columns, and what follows from it."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from rolecall.columns import COLUMNS, Plugin, Writer, columns_for, columns_of
+from rolecall.errors import ConfigError
 from rolecall.settings import CustomAdvantage
+from rolecall.store.position import RunPosition
+from rolecall.v1 import trajectory_pb2
+from services.controller.durable.recovery import Recovery
 from services.controller.step.trainers import ActorTrainer, CriticTrainer
 from tests.unit.test_controller_batches import run_settings
 
@@ -62,6 +67,22 @@ def test_what_a_step_reads_beyond_every_run_s_columns_names_its_setting() -> Non
     assert asked({"policy_loss": own}, **given) == {"token_rewards": "algorithm.policy_loss"}
     assert asked({}, actor={"router_replay": "r3"}) == {"routed_experts": "actor.router_replay"}
     assert asked({}, actor={"router_replay": "r2"}) == {}
+
+
+@pytest.mark.parametrize("critic_only", [False, True])
+def test_a_batch_that_lacks_what_the_actor_reads_is_refused_unless_the_critic_alone_learns_of_it(
+    critic_only: bool,
+) -> None:
+    batch = trajectory_pb2.TrainBatch(critic_only=critic_only, columns=["token_ids"])
+    settings = SimpleNamespace(columns_trained_on={"ref/logprobs": "algorithm.kl"})
+    ledger = SimpleNamespace(sealed=lambda step: batch)
+    recovery = Recovery(cast(Any, settings), cast(Any, ledger), cast(Any, None), (), cast(Any, None), 0, print)
+    position = cast(RunPosition, SimpleNamespace(set_back=False, step=4))
+    if critic_only:
+        recovery.require_columns(position, 4)
+    else:
+        with pytest.raises(ConfigError, match="the batch of step 4 was sealed without"):
+            recovery.require_columns(position, 4)
 
 
 def test_trainers_are_asked_for_the_columns_that_they_write() -> None:

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import pytest
 
 from rolecall.checkpoint.manifest import StoredFile
-from rolecall.errors import DiskFullError, StorageUnavailableError
+from rolecall.errors import DiskFullError, SaveHangsError
 from rolecall.training.serving.save_chain import SaveChain, Written
 from tests.waiting import until
 
@@ -86,7 +86,7 @@ async def test_a_save_that_hangs_has_others_refused_and_never_two_written_at_a_t
     hanging = asyncio.create_task(save(chain, trainer, 1))
     await begun(trainer, 1)
     for step in (2, 2, 3):  # the first waits until that hangs, as for one that is slow
-        with pytest.raises(StorageUnavailableError, match=r"the checkpoint of step 1 is still being written to folder"):
+        with pytest.raises(SaveHangsError, match=r"the checkpoint of step 1 is still being written to folder"):
             await asyncio.wait_for(save(chain, trainer, step), DEADLINE_S)
     assert len(trainer.begun) == 1
     trainer.begun[0].set_result((FILE,))

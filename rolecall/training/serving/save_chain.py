@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from rolecall.checkpoint.manifest import StoredFile
-from rolecall.errors import StorageUnavailableError
+from rolecall.errors import SaveHangsError
 from rolecall.v1.training_pb2 import CheckpointFile, CheckpointFiles, CheckpointSnapshot, SaveTrainerCheckpointResponse
 
 Written: TypeAlias = Future[tuple[StoredFile, ...]]
@@ -45,7 +45,7 @@ class SaveChain:
         self, path: str, step: int, begin: Callable[[], Awaitable[Written]]
     ) -> AsyncIterator[SaveTrainerCheckpointResponse]:
         """Yields when the snapshot is taken, by `begin`, and when everything is written. Raises what either raises, and
-        StorageUnavailableError while another save hangs.
+        SaveHangsError while another save does.
         """
         save = self._last
         if (
@@ -69,7 +69,7 @@ class SaveChain:
         while (other := self._begun) is not None and not other.task.done():
             left_s = other.begun_at + self._timeout_s - time.monotonic()
             if left_s <= 0:
-                raise StorageUnavailableError(
+                raise SaveHangsError(
                     f"the checkpoint of step {other.step} is still being written to {other.path}, after more than "
                     f"actor.train_timeout_s = {self._timeout_s:.0f} s; see to that storage, or raise the deadline"
                 )

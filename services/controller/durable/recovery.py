@@ -94,7 +94,9 @@ class Recovery:
         asked = self.settings.columns_trained_on
         for step in range(saved_step, position.step + 1):
             batch = self.ledger.sealed(step)
-            for name in asked.keys() - set(batch.columns) if batch is not None else ():
+            if batch is None or batch.critic_only:  # the columns are the actor's
+                continue
+            for name in asked.keys() - set(batch.columns):
                 raise ConfigError(
                     f"{asked[name]}: it trains on the column {name}, which the batch of step {step} was sealed "
                     "without, and that batch may be trained again: no checkpoint covers it. Resume once with "

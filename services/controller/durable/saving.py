@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from rolecall.checkpoint.manifest import Attempt, StoredFile
-from rolecall.errors import DiskFullError, RoleCallError, StorageUnavailableError
+from rolecall.errors import DiskFullError, RoleCallError, SaveHangsError, StorageUnavailableError
 from services.controller.durable.run_point import Checkpoints, RunPoint
 from services.controller.step.trainers import Trainer
 from services.controller.tasks import first_error
@@ -151,12 +151,12 @@ class CheckpointSaver:
         await committed(attempt.storage.url.rpartition("/")[0])
 
     async def _give_up(self, attempt: Attempt, shares: "asyncio.Task[list[StoredFile]]", error: BaseException) -> None:
-        """Frees the space that was taken, where that is possible. A storage that does not answer is left alone, for it
+        """Frees the space that was taken, where that is possible. A storage in which a save hangs is left alone, for it
         would not delete either: what is there goes with the next commit.
         """
         shares.cancel()
         await asyncio.wait({shares})  # bounded: it is cancelled
-        if isinstance(error, StorageUnavailableError):
+        if isinstance(error, SaveHangsError):
             return
         with contextlib.suppress(RoleCallError, OSError, asyncio.CancelledError):
             await self._threads.call(self._checkpoints.discard, attempt)

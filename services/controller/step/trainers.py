@@ -13,7 +13,7 @@ from typing import ClassVar, TypeAlias
 
 from rolecall.checkpoint.manifest import Committed, StoredFile
 from rolecall.columns import Writer, columns_of
-from rolecall.errors import DeadlineError, StorageUnavailableError, UnavailableError, WorkerLostError
+from rolecall.errors import DeadlineError, SaveHangsError, UnavailableError, WorkerLostError
 from rolecall.settings import ActorSection
 from rolecall.v1 import training_pb2, trajectory_pb2
 from rolecall.v1.actor_pb2_grpc import ActorServiceStub
@@ -85,7 +85,7 @@ class Trainer:
         """Writes its share of a checkpoint to the folder `path`, of this trainer's name; `taken` is called when the
         trainer may go on with other work.
 
-        Returns the files by their names in the checkpoint. StorageUnavailableError when they are not all written by the
+        Returns the files by their names in the checkpoint. SaveHangsError when they are not all written by the
         deadline: then the trainer does what it is asked, and its storage does not.
         """
         request = training_pb2.SaveTrainerCheckpointRequest(ctl=ctl, path=path, step=step)
@@ -102,7 +102,7 @@ class Trainer:
         except DeadlineError as error:
             if not is_taken:
                 raise
-            raise StorageUnavailableError(
+            raise SaveHangsError(
                 f"{self.name} has not written its checkpoint of step {step} to {path} within actor.train_timeout_s = "
                 f"{self.section.train_timeout_s:.0f} s; see to that storage, or raise the deadline"
             ) from error

@@ -52,7 +52,7 @@ MAX_CONNECTIONS = 16_384
 are counted when they are accepted, up to a hundred at a time.
 """
 KEEP_ALIVE_S = 5.0
-"""Seconds between two comments in a stream that has nothing to say yet."""
+"""Seconds after which a stream that has nothing to say yet begins all the same, and between its comments then."""
 SHUTDOWN_S = 1.0
 """Seconds that answers under way get when the endpoint closes."""
 _EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
@@ -276,9 +276,8 @@ class _Stream:
         self._request, self._dialect, self._call = request, dialect, call
 
     async def answer(self, opened: _Open, exchange: Exchange[Reply]) -> web.StreamResponse:
-        await asyncio.wait({exchange.work}, timeout=0)  # what is refused at once has a status of its own
-        if exchange.work.done():
-            await _worked(exchange.work)
+        if (await asyncio.wait({exchange.work}, timeout=KEEP_ALIVE_S))[0]:
+            await _worked(exchange.work)  # what is refused has a status of its own while no head is sent
         response = web.StreamResponse(headers=_EVENT_STREAM)
         try:
             await response.prepare(self._request)
