@@ -6,7 +6,7 @@ import socket
 import ssl
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -135,9 +135,9 @@ async def test_the_endpoint_shows_the_certificate_that_its_files_hold_now(folder
 
 
 @asynccontextmanager
-async def listening() -> AsyncIterator[tuple[Endpoint, str, int]]:
+async def listening(rpc: RpcSection | None = None) -> AsyncIterator[tuple[Endpoint, str, int]]:
     """An endpoint that listens, a key of an episode in which nobody answers, and its port."""
-    endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer="127.0.0.1:1")
+    endpoint = Endpoint("127.0.0.1:0", rpc or RpcSection(), host=None, peer="127.0.0.1:1")
     await endpoint.start()
     try:
         key, _ = endpoint.open(cast(Any, None))
@@ -190,6 +190,28 @@ async def test_connections_beyond_what_the_process_has_descriptors_for_are_turne
                 writer.close()
             await asyncio.sleep(0.1)
             assert (await client.get(f"{endpoint.base_url}/models")).status_code == 401
+
+
+async def test_connections_that_never_shake_hands_are_counted_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("services.rollout.harness.endpoint.MAX_CONNECTIONS", 3)
+    rotation = Rotation(tmp_path)
+    trusted = ssl.create_default_context(cafile=str(tmp_path / "rollout" / "ca.crt"))
+    async with listening(RpcSection(tls=rotation.tls("rollout"))) as (endpoint, _, port):
+        kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            with suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 30) == b""
+            writer.close()
+        assert caplog.text.count("agents have more than 3 connections open") == 1
+        for _, writer in kept:
+            writer.close()
+        await asyncio.sleep(0.1)
+        async with httpx.AsyncClient(verify=trusted) as client:
+            for _ in range(5):
+                assert (await client.get(f"{endpoint.base_url}/models")).status_code == 401
 
 
 class Patient(Agent):

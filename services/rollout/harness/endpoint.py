@@ -14,6 +14,7 @@ import resource
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -48,8 +49,9 @@ Clients close theirs earlier, most after 5 to 30 s.
 LINGER_S = 10.0
 """Seconds for which the rest of a body is read of a request that was refused before, so that its client hears why."""
 MAX_CONNECTIONS = 16_384
-"""Most connections, and about three quarters of the descriptors that the process may have; others are turned away. They
-are counted when they are accepted, up to a hundred at a time.
+"""Most connections, those in a TLS handshake included (asyncio gives that 60 s), and about three quarters of the
+descriptors that the process may have; others are turned away. They are counted when they are accepted, up to a hundred
+at a time.
 """
 KEEP_ALIVE_S = 5.0
 """Seconds after which a stream that has nothing to say yet begins all the same, and between its comments then."""
@@ -228,15 +230,24 @@ def _bounded(runner: web.AppRunner) -> Callable[[], asyncio.Protocol]:
     server, (descriptors, _) = runner.server, resource.getrlimit(resource.RLIMIT_NOFILE)
     assert server is not None
     most = MAX_CONNECTIONS if descriptors == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, descriptors * 3 // 4)
-    return lambda: server() if len(server.connections) < most else _TurnedAway()
+    accepting: set[asyncio.Task[Any]] = set()
+    told = False
 
+    def protocol() -> asyncio.Protocol:
+        nonlocal told
+        task = asyncio.current_task()  # asyncio accepts each connection in one, which ends with the TLS handshake
+        assert task is not None
+        if len(accepting) + len(server.connections) < most:
+            accepting.add(task)
+            task.add_done_callback(accepting.discard)
+            return server()
+        if not told:
+            logger.warning("agents have more than %d connections open: others are closed at once", most)
+        told = True
+        task.cancel()  # which closes the connection
+        return asyncio.Protocol()
 
-class _TurnedAway(asyncio.Protocol):
-    """A connection beyond those that there may be, which is closed at once."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
+    return protocol
 
 
 def _unquoted(record: logging.LogRecord) -> bool:
