@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.deltas import HERE, LINKS, Receiver, Version, ran, wire
+from benchmarks.deltas import HERE, Receiver, Version, ran, wire
 from benchmarks.machine import describe
 from benchmarks.raw_channel import send
 from rolecall.settings import WeightsSection
@@ -17,6 +17,13 @@ from rolecall.weights.manifest import build_manifest, plan_buckets
 
 LAYER = {"q": (1024, 1024), "k": (512, 1024), "v": (512, 1024), "o": (1024, 1024), "mlp": (3072, 3 * 1024)}
 """Shapes of a layer's matrices, about as in a model of 0.6B."""
+LINKS = {
+    "1 Gbit/s": "rate 1gbit burst 1mb",
+    "2.5 Gbit/s": "rate 2500mbit burst 2mb",
+    "5 Gbit/s": "rate 5gbit burst 4mb",
+    "10 Gbit/s": "rate 10gbit burst 8mb",
+}
+"""Wires, as tbf says them."""
 NUM_VERSIONS = 6
 """Transfers in a row, of which the first is not counted."""
 
