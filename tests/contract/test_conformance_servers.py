@@ -136,7 +136,9 @@ class TwoAtATime(Honest):
 class NineOfTen(Honest):
     """It turns away every tenth call."""
 
-    num_calls = 0
+    def __init__(self, num_calls: int) -> None:
+        super().__init__()
+        self.num_calls = num_calls
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
         self.num_calls += 1
@@ -145,7 +147,7 @@ class NineOfTen(Honest):
         return await super().Score(request, context)
 
 
-@pytest.mark.parametrize("servicer", [TwoAtATime(), NineOfTen()])
+@pytest.mark.parametrize("servicer", [TwoAtATime(), *map(NineOfTen, (0, 4, 5, 8))], ids=str)
 async def test_a_server_that_turns_calls_away_for_now_keeps_every_rule(servicer: Honest) -> None:
     async with serving(servicer) as address:
         assert broken(await examine_scorer(Peer(address), own_pool(), QUICK)) == []

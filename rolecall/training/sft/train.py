@@ -99,32 +99,24 @@ class SftRank:
             routers=actor.moe is not None,
             seed=run.seed,
         )
-        self._report: SftReport | None = None
-        """The report of rank 0, from the start of `run` on."""
-
-        def end(error: WorkerLostError) -> None:
-            if self._report is not None:  # a collective may hold the main thread for good
-                self._report.close(End.FAILED)
-            lost(error)
-
-        self._context = start_context(options, actor, actor, run.dir, start_timeout_s, ProcessHooks("sft", lost=end))
+        self._context = start_context(options, actor, actor, run.dir, start_timeout_s, ProcessHooks("sft", lost=lost))
 
     def run(self, *, resume: bool) -> None:
         """Trains from the newest checkpoint, or the start, to the last step's checkpoint."""
         checkpoints = SftCheckpoints(self._settings.run, self._context, self._examples.digest)
         step = checkpoints.restore() if resume else 0
-        if self._context.group.is_leader:
-            self._report = SftReport(self._settings, self._num_steps, self._batches.num_per_epoch)
+        is_leader = self._context.group.is_leader
+        report = SftReport(self._settings, self._num_steps, self._batches.num_per_epoch) if is_leader else None
         end = End.FAILED
         try:
-            self._train(step, checkpoints, self._report)
+            self._train(step, checkpoints, report)
             end = End.DONE
         except KeyboardInterrupt:
             end = End.STOPPED
             raise
         finally:
-            if self._report is not None:
-                self._report.close(end)
+            if report is not None:
+                report.close(end)
         self._context.group.leave()
 
     def _train(self, step: int, checkpoints: SftCheckpoints, report: SftReport | None) -> None:
