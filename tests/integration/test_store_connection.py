@@ -212,12 +212,9 @@ def test_a_server_that_may_lose_writes_is_refused_with_the_remedy(
         connect(section(url, durability="relaxed")).close()
 
 
-@pytest.mark.parametrize(
-    "url", ["http://localhost", "redis+sentinel://localhost", "redis://localhost:port", "localhost:6379"]
-)
-def test_a_url_that_cannot_be_used_is_a_configuration_error(url: str) -> None:
+def test_a_url_that_cannot_be_used_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"store\.url"):
-        connect(section(url))
+        connect(section("redis+sentinel://localhost"))
 
 
 def test_an_embedded_store_that_nobody_started_is_a_configuration_error() -> None:
