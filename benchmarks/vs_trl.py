@@ -114,7 +114,11 @@ class Ours:
             )
         )
         asyncio.run(self._steer("PauseRun"))
-        self._wait(lambda: len(self._steps()) >= num_steps and asyncio.run(self._steer("GetRun")).ledger.live == 0)
+        self._wait(lambda: len(self._steps()) >= num_steps and self._has_ended(asyncio.run(self._steer("GetRun"))))
+
+    @staticmethod
+    def _has_ended(status: controller_pb2.RunStatus) -> bool:
+        return status.HasField("ledger") and status.ledger.live == 0
 
     def _steps(self) -> list[dict[str, Any]]:
         metrics = self.run / "metrics.jsonl"

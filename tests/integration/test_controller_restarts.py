@@ -277,7 +277,7 @@ async def test_a_trainer_that_fails_again_and_again_ends_the_run_and_is_named(li
 
 async def at_rest(run: TwinRun, life: Life) -> bool:
     """Whether all that was admitted is sampled, scored and as far trained as whole batches allow."""
-    ledger = (await life.status()).ledger
+    ledger = (await life.shows(lambda status: status.HasField("ledger"))).ledger
     refs = [ref for _, group in run.ledger.read_committed("0", 256, 0.0) for ref in group.rows]
     scored = all("reward" in row for row in run.store.rows.read(refs, [], ["reward"]))
     return (ledger.queued, ledger.generating) == (0, 0) and scored and ledger.live < 4

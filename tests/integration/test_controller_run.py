@@ -618,8 +618,7 @@ async def test_a_run_is_shown_without_its_counts_while_the_store_is_away(
             assert message.status.trouble == "the store did not answer"
             break
         monkeypatch.undo()
-        shown = await life.status()
-        assert shown.ledger.admitted
+        shown = await life.shows(lambda status: status.ledger.admitted)  # a busy store may give none at once
         assert not shown.trouble
         await life.stub.StopRun(pb.StopRunRequest())
         await life.ends()
@@ -645,8 +644,7 @@ async def test_a_store_that_hangs_keeps_no_look_at_the_run_waiting_and_takes_one
                 assert shown.trouble == "the store gave no counts within 2 s"
         assert len(looks) == 1
         is_back.set()
-        shown = await life.status()
-        assert shown.ledger.admitted
+        shown = await life.shows(lambda status: status.ledger.admitted)  # a busy store may give none at once
         assert not shown.trouble
         await life.stub.StopRun(pb.StopRunRequest())
         await life.ends()
