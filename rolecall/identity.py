@@ -50,6 +50,11 @@ _OF_BOTH = (
     Fixed("data.train", "the place in the data is a number of rows", lambda settings: _of_files(settings.data.train)),
     Fixed("data.prompt_field", "it says what the prompts are", lambda settings: settings.data.prompt_field),
     Fixed("data.system_prompt", "it says what the prompts are", lambda settings: settings.data.system_prompt),
+    Fixed(
+        "data.preprocess",
+        "it says what the prompts are",
+        lambda settings: settings.data.preprocess and [settings.data.preprocess.name, settings.data.preprocess.options],
+    ),
     Fixed("data.shuffle", "the place in the data is a number of rows", lambda settings: settings.data.shuffle),
     Fixed(
         "actor.lora",

@@ -175,7 +175,9 @@ def _prompts(
     )
     read += prompts
     names = str(files) if isinstance(files, Path) else ", ".join(map(str, files))
-    yield f"{setting}: {names}, {len(prompts)} prompts{about}"
+    own = settings.data.preprocess
+    through = "" if own is None else f" through data.preprocess.function {own.name}"
+    yield f"{setting}: {names}, {len(prompts)} prompts{through}{about}"
     if tokenizer is None:
         return
     bound, lengths = settings.data.max_prompt_tokens, list[int]()

@@ -8,7 +8,7 @@ order of prompts and their rendering are the controller's.
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,16 +17,19 @@ from typing import Any
 from rolecall.data.code_tests import read_tests, require_language
 from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError
+from rolecall.plugins import load_plugin
 from rolecall.settings import (
     COMPARING,
     CodeScorer,
     DataSection,
     DistillationSection,
+    PluginSection,
     RewardSection,
     shadows_of,
 )
 from rolecall.settings.presets import INSTRUCTIONS, INSTRUCTIONS_FIELD
 
+PREPROCESS = "data.preprocess.function"
 UID_FIELD = "uid"
 """The field of a prompt's id, where it has one."""
 MAX_DEPTH = 24
@@ -91,7 +94,7 @@ def load_prompts(
     left_out: set[str] = set()
     prompts = [
         _parse(row, where, line if place == 1 else f"{place}:{line}", data, reward, left_out)
-        for place, line, where, row in rows_of(files, "data.train and evaluation.sets.*.path")
+        for place, line, where, row in rows_of(files, "data.train and evaluation.sets.*.path", data.preprocess)
     ]
     for name in sorted(left_out):
         logger.warning(
@@ -124,17 +127,50 @@ def _check_teacher(prompt: RawPrompt, distillation: DistillationSection) -> None
         )
 
 
-def rows_of(files: Path | tuple[Path, ...], setting: str) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
+def rows_of(
+    files: Path | tuple[Path, ...], setting: str, preprocess: PluginSection | None = None
+) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
     """Each row of the files that `setting` names, in their order: (number of its file from 1, its line from 1, file and
-    line for complaints, fields). ConfigError, also for a file without a row.
+    line for complaints, fields as `preprocess` returns them). ConfigError, also for a file without a row.
     """
+    own = _preprocessing(preprocess)
     for place, path in enumerate((files,) if isinstance(files, Path) else files, 1):
-        is_empty = True
-        for number, row in read_rows(path, setting):
-            is_empty = False
-            yield place, str(number), f"{path}, line {number}", row
-        if is_empty:
+        num_read = num_left = 0
+        for number, fields in read_rows(path, setting):
+            num_read += 1
+            where = f"{path}, line {number}"
+            if (row := own(fields, where)) is not None:
+                num_left += 1
+                yield place, str(number), where, row
+        if not num_read:
             raise ConfigError(f"{setting}: {path} holds no rows; give a JSONL or parquet file with at least one")
+        if not num_left:
+            raise ConfigError(f"{PREPROCESS}: it leaves out all {num_read} rows of {path}; correct it")
+
+
+def _preprocessing(section: PluginSection | None) -> Callable[[dict[str, Any], str], dict[str, Any] | None]:
+    """What a row and its place are made into: the row itself where there is no function. ConfigError when it is not
+    there; of a call, when it raises or returns anything but fields or None.
+    """
+    if section is None:
+        return lambda row, where: row
+    function = load_plugin(section, PREPROCESS, "a row")
+
+    def own(row: dict[str, Any], where: str) -> dict[str, Any] | None:
+        try:
+            made = function(row, **section.options)
+        except Exception as error:  # anything may come out of a function of the user's
+            raise ConfigError(
+                f"{where}: {PREPROCESS} raised {type(error).__name__}: {error}; correct it or the line"
+            ) from error
+        if made is not None and not (isinstance(made, dict) and all(isinstance(name, str) for name in made)):
+            raise ConfigError(
+                f"{where}: {PREPROCESS} returned {_named(made)}, not fields by their names, or None to leave the row "
+                "out; correct it"
+            )
+        return made
+
+    return own
 
 
 def read_rows(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]:

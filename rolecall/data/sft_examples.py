@@ -61,7 +61,7 @@ def load_examples(files: Path | tuple[Path, ...], data: SftDataSection, setting:
     paths = (files,) if isinstance(files, Path) else files
     return [
         _parse(_without_nulls(row) if is_parquet(paths[place - 1]) else row, where, data)
-        for place, _, where, row in rows_of(files, setting)
+        for place, _, where, row in rows_of(files, setting, data.preprocess)
     ]
 
 

@@ -4,6 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, JsonValue, PositiveInt
 
+from rolecall.settings.plugin import PluginSection
 from rolecall.settings.section import (
     CheckpointUrl,
     ConfigPath,
@@ -108,6 +109,10 @@ class DataSection(Section):
 
     train: DataFiles
     """File of training prompts, or a list of several, which are one set in this order."""
+    preprocess: PluginSection | None = None
+    """A function of your own, which is called with the fields of each row, of held-out sets too, and returns those that
+    are read in their place, or None to leave the row out. The same row must always give the same.
+    """
     prompt_field: str = "prompt"
     """Field with the prompt: a string (one user message) or a list of {role, content}."""
     ground_truth_field: str = "ground_truth"

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import PositiveInt, model_validator
 
 from rolecall.settings.data import JobSection, ModelSection
+from rolecall.settings.plugin import PluginSection
 from rolecall.settings.section import ConfigPath, DataFiles, NonNegativeInt, Section
 from rolecall.settings.services import TelemetrySection, TrackersSection
 from rolecall.settings.trainers import ActorSection, check_dtype
@@ -34,6 +35,10 @@ class SftDataSection(Section):
 
     train: DataFiles
     """File of training examples, or a list of several, which are one set in this order."""
+    preprocess: PluginSection | None = None
+    """A function of your own, which is called with the fields of each row, held-out ones too, and returns those that
+    are read in their place, or None to leave the row out. The same row must always give the same.
+    """
     prompt_field: str = "prompt"
     """Field with the prompt: a string (one user message) or a list of {role, content}. Without a response it is a
     conversation, messages in OpenAI's form of which the last is the assistant's; the row's `tools` are shown in it.

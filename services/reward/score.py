@@ -82,12 +82,9 @@ def items_of(settings: RunSettings, file: Path, field: str) -> list[reward_pb2.S
         raise ConfigError(f"FILE: {file} is no file; name one of rows with responses, .jsonl or .parquet")
     tokenizer = ChatTokenizer(settings.model.path, settings.model.chat_template_kwargs)
     prompts = load_prompts(file, settings.data, settings.reward)
-    rows = rows_of(file, "FILE")  # the field may be that of the prompt or the truth, which metadata lacks
-    return [
-        item
-        for prompt, (_, _, _, row) in zip(prompts, rows, strict=True)
-        for item in _items(prompt, row.get(field), field, tokenizer)
-    ]
+    # as they were written: the field may be that of the prompt or the truth, or one that data.preprocess drops
+    rows = {where: row for _, _, where, row in rows_of(file, "FILE")}
+    return [item for prompt in prompts for item in _items(prompt, rows[prompt.where].get(field), field, tokenizer)]
 
 
 def _items(prompt: RawPrompt, given: object, field: str, tokenizer: ChatTokenizer) -> list[reward_pb2.ScoreItem]:

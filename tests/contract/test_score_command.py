@@ -82,6 +82,24 @@ def test_the_truths_of_a_data_set_may_be_scored_as_its_responses(
     assert [row["answer"] for row in json.loads(capsys.readouterr().out)["scores"]] == ["2 + 2"]
 
 
+def test_responses_are_those_of_the_file_whatever_a_users_function_makes_of_its_rows(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = yaml.safe_load(run_file.read_text())
+    tree["data"]["preprocess"] = {"function": "rows_to_score:row"}
+    tree["reward"]["components"] = {"right": {"scorer": {"kind": "exact_match"}}}
+    run_file.write_text(yaml.safe_dump(tree))
+    (run_file.parent / "rows_to_score.py").write_text(
+        "def row(fields):\n"
+        "    truth = fields['answer']\n"
+        "    return None if truth is None else {'prompt': fields['question'], 'ground_truth': truth}\n"
+    )
+    asked = [{"question": "2 + 2", "answer": truth, "response": "4"} for truth in ("5", None, "4")]
+    assert main([str(write_rows(run_file.parent, *asked)), "--config", str(run_file), "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)["scores"]
+    assert [(row["id"], row["reward"]) for row in scores] == [("1/0", 0.0), ("3/0", 1.0)]
+
+
 def test_a_response_without_a_score_is_told_and_ends_with_1(
     run_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -244,6 +244,21 @@ def test_prompts_that_are_too_long_are_counted_and_all_of_them_are_a_problem(con
     assert "have more tokens than data.max_prompt_tokens 19, the shortest 20; raise it or shorten the prompts" in text
 
 
+def test_prompts_are_told_as_a_users_function_gives_them(config: Path) -> None:
+    rows = [{"question": "1 + 1", "answer": answer} for answer in ("2", "", "2")]
+    (config.parent / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (config.parent / "rows_to_check.py").write_text(
+        "def row(fields):\n"
+        "    return {'prompt': fields['question'], 'ground_truth': fields['answer']} if fields['answer'] else None\n"
+    )
+    code, text = findings(load_settings(config, ["data.preprocess={function: 'rows_to_check:row'}"]))
+    assert (code, "train.jsonl, 2 prompts through data.preprocess.function rows_to_check:row" in text) == (0, True), (
+        text
+    )
+    code, text = findings(load_settings(config, ["data.preprocess={function: 'rows_to_check:nothing'}"]))
+    assert (code, "has no function 'nothing'" in text) == (2, True), text
+
+
 def test_an_evaluation_beside_the_steps_is_said(config: Path) -> None:
     (config.parent / "held.jsonl").write_text('{"prompt": "1 + 1", "ground_truth": "2"}\n')
     held = "sets: {held: {path: held.jsonl}}"

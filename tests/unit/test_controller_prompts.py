@@ -4,6 +4,8 @@ are counted.
 
 import json
 import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
@@ -23,6 +25,14 @@ from services.controller.groups.prompts import Cursor, PromptRenderer, PromptSeq
 from tests.tiny_tokenizer import write_tokenizer
 
 ELSEWHERE = RewardSection(address="scorer:1")
+
+
+@pytest.fixture
+def own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forgets the module that a test wrote."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    sys.modules.pop("mine_rows", None)
 
 
 def data_section(path: Path, **fields: object) -> DataSection:
@@ -360,3 +370,44 @@ def test_over_long_prompts_are_refused_and_counted_never_truncated(renderer: Pro
     for curriculum in (None, CURRICULUM):
         with pytest.raises(ConfigError, match="max_prompt_tokens"):
             sequence(renderer, [LONG], curriculum=curriculum).next()
+
+
+MINE = """
+def row(fields, mark="####"):
+    if fields["answer"] is None:
+        return None
+    return {"prompt": fields["question"], "ground_truth": fields["answer"].split(mark)[1].strip(), "level": 3}
+
+def text(fields):
+    return fields["question"]
+"""
+
+
+def own_rows(folder: Path, *answers: object, function: str = "row", **options: object) -> list[RawPrompt]:
+    (folder / "mine_rows.py").write_text(MINE)
+    path = write(folder / "p.jsonl", *({"question": f"q{n}", "answer": answer} for n, answer in enumerate(answers)))
+    preprocess = {"function": f"{folder}/mine_rows:{function}", "options": options}
+    return load_prompts(path, data_section(path, preprocess=preprocess), ELSEWHERE)
+
+
+def test_rows_are_read_as_the_users_function_returns_them(tmp_path: Path, own_modules: None) -> None:
+    prompts = own_rows(tmp_path, "2 + 2 #### 4", None, "5 #### 5")
+    assert [(each.uid, each.messages, each.ground_truth, each.metadata) for each in prompts] == [
+        ("1", (("user", "q0"),), "4", {"level": 3}),
+        ("3", (("user", "q2"),), "5", {"level": 3}),
+    ]
+    (prompt,) = own_rows(tmp_path, "2 + 2 = 4", mark="=")
+    assert prompt.ground_truth == "4"
+
+
+def test_a_function_for_rows_that_cannot_do_them_is_named_with_the_line(tmp_path: Path, own_modules: None) -> None:
+    with pytest.raises(ConfigError, match=r"line 2: data\.preprocess\.function raised IndexError: list index"):
+        own_rows(tmp_path, "#### 4", "4")
+    with pytest.raises(ConfigError, match=r"line 1: data\.preprocess\.function returned a str, not fields by"):
+        own_rows(tmp_path, "#### 4", function="text")
+    with pytest.raises(ConfigError, match=r"data\.preprocess\.function: it leaves out all 2 rows of .*p\.jsonl; corr"):
+        own_rows(tmp_path, None, None)
+    with pytest.raises(ConfigError, match=r"data\.preprocess\.function 'mine_rows:none': the module .* has no functi"):
+        own_rows(tmp_path, "#### 4", function="none")
+    with pytest.raises(ConfigError, match=r"data\.preprocess\.function 'mine_rows:row' cannot be called with a row an"):
+        own_rows(tmp_path, "#### 4", split="main")

@@ -46,6 +46,7 @@ def test_a_run_goes_on_with_the_same(begin: MakeSettings) -> None:
         ("run.seed", {"run": {"name": "test", "num_steps": 1, "seed": 7}}),
         ("data.shuffle", {"data": {"shuffle": False}}),
         ("data.system_prompt", {"data": {"system_prompt": "Be brief."}}),
+        ("data.preprocess", {"data": {"preprocess": {"function": "mine:row"}}}),
         ("sampling.num_responses", {"sampling": {"num_responses": 4}}),
         ("algorithm.groups_per_batch", {"algorithm": {"groups_per_batch": 3}}),
         ("actor.lora", {"actor": {"lora": {"rank": 8}}}),
@@ -62,6 +63,23 @@ def test_another_run_is_refused_by_name(
         ConfigError, match=rf"started with another {setting} \(.*; go on with the same, or start another run"
     ):
         settle(begin(**{name: paths.get(name, {}) | section for name, section in changed.items()}))
+
+
+def test_a_function_for_rows_may_lie_in_another_folder_and_gets_the_same_options(
+    tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    write_model(tmp_path / "model")
+    write_data(tmp_path, DATA)
+    (tmp_path / "run").mkdir()
+
+    def settings(folder: str, **options: object) -> RunSettings:
+        preprocess = {"function": f"{folder}/mine:row", "options": options}
+        return make_settings(data={"train": str(tmp_path / "train.jsonl"), "preprocess": preprocess})
+
+    settle(settings("/one", split="main"))
+    settle(settings("/other", split="main"))
+    with pytest.raises(ConfigError, match=r"started with another data\.preprocess \("):
+        settle(settings("/one", split="rest"))
 
 
 @pytest.mark.parametrize(
