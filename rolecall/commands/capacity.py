@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rolecall.commands.preflight import NOTE
 from rolecall.data.model_files import ModelFacts, max_model_tokens, num_adapter_parameters, num_cached_per_token
-from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts, trains_nothing
+from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts, received_bytes, trains_nothing
 from rolecall.errors import ConfigError
 from rolecall.settings import ActorSection, RunSettings, TrainerSection
 
@@ -115,8 +115,7 @@ def _check_host(needs: list[Need], host: int) -> None:
 def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
     size = 4 if settings.model.dtype == "float32" else 2
     weights = facts.num_parameters * size
-    # vLLM gathers a layer before it puts it in place
-    received = facts.largest_layer * size if settings.actor.lora is None else 0
+    received = received_bytes(settings, facts)
     needs: list[Need] = []
     if settings.actor.address is None:
         needs += _ranks(

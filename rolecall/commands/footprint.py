@@ -11,7 +11,7 @@ from rolecall.checkpoint.storage import DiskStorage, open_storage
 from rolecall.commands.capacity import in_bytes
 from rolecall.data.dataset import RawPrompt
 from rolecall.data.model_files import ModelFacts, num_adapter_parameters
-from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts
+from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts, received_bytes
 from rolecall.errors import ConfigError
 from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
 from rolecall.store.budget import StoreBudget
@@ -73,8 +73,8 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             else f" in the {1 - rollout.gpu_memory_utilization:.0%} of a GPU that rollout.gpu_memory_utilization leaves"
         )
         yield (
-            f"    a publish gathers a whole layer on each GPU, up to {in_bytes(facts.largest_layer * size)}, "
-            f"beside three buckets{left}"
+            f"    a publish takes {in_bytes(received_bytes(settings, facts))} of each GPU for the largest layer, as it "
+            f"arrives and in place, beside three buckets{left}"
         )
     yield from _disk(settings, facts)
 

@@ -38,8 +38,8 @@ class ShiftPlan:
     trained: float
     """All of the trainers' state, while they train."""
     passing: float
-    """Weights on their way in a publish, at both ends: the actor's slots, buckets, and the largest layer, which the
-    rollout puts in place when it is whole.
+    """Weights on their way in a publish, at both ends: the actor's slots, buckets, and twice the largest layer: at the
+    actor as it is gathered and packed, at the rollout as it arrives and is put in place.
     """
     rollout: float
     """The least of a rollout that is awake."""
@@ -110,17 +110,27 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
     if critic is not None and shared & set(critic.devices):
         trained += _per_rank(critic, facts.num_parameters * (_MASTER + moments))
         num_processes += 1
-    whole = facts.largest_layer * size if adapters is None else 0
+    packed = 2 * facts.largest_layer * size if adapters is None else 0
     return ShiftPlan(
         resident=sum(_per_rank(section, weights) for section in references) + num_processes * CONTEXT_BYTES,
         parameters=parameters,
         trained=trained,
-        passing=SLOT_BYTES + 2 * (BUCKETS * settings.weights.bucket_bytes + whole),
+        passing=SLOT_BYTES + 2 * BUCKETS * settings.weights.bucket_bytes + packed + received_bytes(settings, facts),
         rollout=weights / rollout.workers_per_replica + (rollout.kv_cache_bytes or 0) + CONTEXT_BYTES,
         asleep=CONTEXT_BYTES + (0 if rollout.enforce_eager else GRAPHS_BYTES),
         gpu=min(gpus.values()) if gpus else None,
         configured=rollout.gpu_memory_utilization,
     )
+
+
+def received_bytes(settings: RunSettings, facts: ModelFacts) -> float:
+    """Bytes of the largest layer at a rollout's worker, beside the weights that it has: vLLM keeps what arrives until a
+    layer is whole, and puts its own part of it into fresh memory.
+    """
+    if settings.actor.lora is not None:
+        return 0.0
+    size = 4 if settings.model.dtype == "float32" else 2
+    return facts.largest_layer * size * (1 + 1 / settings.rollout.tensor_parallel_size)
 
 
 def trains_nothing(settings: RunSettings) -> bool:

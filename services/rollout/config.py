@@ -139,9 +139,12 @@ def start_environment(config: RolloutConfig) -> dict[str, str]:
     }
     if config.devices:
         invariant = {"VLLM_BATCH_INVARIANT": "1"} if config.batch_invariant else {}
+        # Triton, in whose kernels vLLM attends in float32, would cut factors to TF32: the probe sees 3e-3 in logprobs.
+        exact = {"TRITON_F32_DEFAULT": "ieee"} if config.dtype == "float32" else {}
         return {
             **common,
             **invariant,
+            **exact,
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, config.devices)),
             # It draws neither for a seed nor greedily, as all requests here are: it would be imported for nothing.
             "VLLM_USE_FLASHINFER_SAMPLER": "0",

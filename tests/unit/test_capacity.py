@@ -62,7 +62,7 @@ def test_roles_on_gpus_are_held_against_the_memory_of_each(make_settings: MakeSe
     lines(make_settings(actor={"devices": [0], "optimizer": {"offload": True}}, rollout=rollout))
     lines(make_settings(actor={"address": "elsewhere:1"}, rollout=rollout))
     with pytest.raises(
-        ConfigError, match=r"rollout needs at least 109.4 GiB on GPU 3, and no GPU of this machine has more"
+        ConfigError, match=r"rollout needs at least 109.8 GiB on GPU 3, and no GPU of this machine has more"
     ):
         lines(
             make_settings(
@@ -122,7 +122,7 @@ def test_a_shared_gpu_is_held_against_each_shift_with_the_bytes_that_are_missing
     eager = plan_shifts(shared(2, enforce_eager=True), SEVEN_B, gpu_memory_bytes())
     assert plan.training - eager.training == GRAPHS_BYTES
     assert plan.beside_rollouts == 7e9 * 4 / 2 + CONTEXT_BYTES + plan.passing
-    assert plan.passing == NUM_SLOTS * CHUNK_BYTES + 2 * ((IN_FLIGHT + 1) * 16 * 2**20 + 200_000_000 * 2)
+    assert plan.passing == NUM_SLOTS * CHUNK_BYTES + 2 * (IN_FLIGHT + 1) * 16 * 2**20 + 200_000_000 * 2 * 3.5
     assert plan.share == pytest.approx(1 - (plan.beside_rollouts + CONTEXT_BYTES) / (80 * 2**30))
     stages = shared(2, tensor_parallel_size=1, pipeline_parallel_size=2)
     assert plan_shifts(stages, SEVEN_B, gpu_memory_bytes()).rollout == plan.rollout
@@ -154,9 +154,9 @@ def test_rolecall_check_says_what_each_shift_takes(make_settings: MakeSettings, 
     run = {"name": "test", "dir": str(tmp_path), "num_steps": 1, "checkpoint_url": "memory://checkpoints"}
     settings = make_settings(run=run, actor={"devices": [0]}, rollout={"devices": [[0]]})
     said = "\n".join(memory_and_disk(settings, SEVEN_B))
-    for line in ("training: 106.8 GiB, rollouts asleep", "publishing: 27.7 GiB", "sampling: 768.0 MiB beside"):
+    for line in ("training: 106.8 GiB, rollouts asleep", "publishing: 28.5 GiB", "sampling: 768.0 MiB beside"):
         assert line in said
-    assert "rollouts take 64% of the GPU" in said
+    assert "rollouts take 63% of the GPU" in said
 
 
 def test_rollouts_on_cpus_are_not_told_to_sleep(make_settings: MakeSettings) -> None:

@@ -346,4 +346,4 @@ def test_the_largest_layer_is_told_where_a_gpu_has_to_hold_it(config: Path, tmp_
     assert read_model(model).largest_layer == 10 * 12
     out = io.StringIO()
     find_problems(load_settings(config, ["rollout.devices=[[0]]", "rollout.num_replicas=1"]), out)
-    assert "a publish gathers a whole layer on each GPU" in out.getvalue()
+    assert "of each GPU for the largest layer, as it arrives and in place, beside three buckets" in out.getvalue()

@@ -111,6 +111,15 @@ def test_on_gpus_no_sampler_is_made_ready_that_draws_for_no_seed(tmp_path: Path)
     assert (on_gpu["VLLM_USE_FLASHINFER_SAMPLER"], on_gpu["CUDA_VISIBLE_DEVICES"]) == ("0", "3")
 
 
+def test_float32_on_gpus_is_not_cut_to_tf32_by_triton(tmp_path: Path) -> None:
+    """What triton's compiler reads: with its default the probe would refuse every version."""
+    run = settings(tmp_path, devices=[[3]])
+    exact = with_sections(run, {"model": {"dtype": "float32"}})
+    assert start_environment(configure(exact, "rollout-0", range(4)))["TRITON_F32_DEFAULT"] == "ieee"
+    rounded = with_sections(run, {"model": {"dtype": "bfloat16"}})
+    assert "TRITON_F32_DEFAULT" not in start_environment(configure(rounded, "rollout-0", range(4)))
+
+
 def test_ranks_of_a_replica_split_its_cores(tmp_path: Path) -> None:
     run = settings(tmp_path, num_replicas=2, tensor_parallel_size=2)
     config = configure(run, "rollout-1", range(8))
