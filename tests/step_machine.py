@@ -26,8 +26,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from rolecall.errors import FencedError, OutOfOrderError, RoleCallError, StoreRolledBackError
+from rolecall.errors import BudgetSpentError, FencedError, OutOfOrderError, RoleCallError, StoreRolledBackError
 from rolecall.settings import RunSettings
+from services.controller.groups.failures import starts_over
 from services.controller.tasks import first_error
 from tests.step_rig import (
     BASE,
@@ -199,6 +200,10 @@ class StepMachine(StepRun, RuleBasedStateMachine):
             # checkpoint decides.
             self.stale = True
             await self.start_trainers()
+        elif isinstance(cause, BudgetSpentError) and isinstance(failed := cause.__cause__, RoleCallError):
+            # Stopped, and told that the last checkpoint was lost with a trainer: people start it again.
+            assert starts_over(failed), failed
+            self.stale = True
         elif not (cause.retryable or isinstance(cause, OutOfOrderError)):
             raise error
         return False

@@ -166,6 +166,18 @@ def test_steps_form_one_chain_of_what_was_sealed_whatever_crashes(
     explore(make_machine(StepMachine), 20)
 
 
+def test_a_stop_whose_checkpoint_is_lost_with_a_trainer_says_so_and_is_gone_on_with(
+    make_machine: Callable[[type[StepMachine]], Callable[[], StepMachine]],
+) -> None:
+    machine = make_machine(StepMachine)()
+    machine.first_controller()
+    machine.save()
+    machine.checkpoint_that_fails(arrow="step is committed", fault="critic dies")
+    assert "the run was stopped; no checkpoint of step 3 could be saved" in str(machine.causes[-1])
+    machine.steps(1)
+    machine.teardown()
+
+
 def test_trainers_of_a_time_that_the_store_has_forgotten_are_refused(
     make_machine: Callable[[type[StepMachine]], Callable[[], StepMachine]],
 ) -> None:
