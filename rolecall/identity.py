@@ -76,6 +76,7 @@ FIXED = (
     Fixed(
         "critic", "the checkpoints hold its state", lambda settings: settings.critic and settings.actor.optimizer.kind
     ),
+    Fixed("critic.lora", "the checkpoints hold these adapters, of this base", lambda settings: _of_critic(settings)),
     Fixed("store.num_shards", "rows are spread by it", lambda settings: settings.store.num_shards),
 )
 """The settings of a run."""
@@ -119,11 +120,11 @@ def newest_checkpoint(settings: RunSettings | SftSettings) -> Committed | None:
     return newest
 
 
-def adapters_to_begin_with(settings: RunSettings | SftSettings) -> LoraSection | None:
-    """`actor.lora` for whoever makes or checks the actor: without a folder `start` that is gone where there is a
-    checkpoint, which has the adapters and is loaded before they are used. Raises as `newest_checkpoint`.
+def adapters_to_begin_with(settings: RunSettings | SftSettings, lora: LoraSection | None) -> LoraSection | None:
+    """`lora`, the actor's or the critic's, for whoever makes or checks that trainer: without a folder `start` that is
+    gone where there is a checkpoint, which has the adapters and is loaded before they are used. Raises as
+    `newest_checkpoint`.
     """
-    lora = settings.actor.lora
     if lora is None or lora.start is None or lora.start.is_dir() or newest_checkpoint(settings) is None:
         return lora
     return lora.model_copy(update={"start": None})
@@ -190,6 +191,14 @@ def _same(before: Any, now: Any) -> bool:
     if isinstance(before, dict) and isinstance(now, dict):
         return all(name in now and now[name] == value for name, value in before.items())
     return bool(before == now)
+
+
+def _of_critic(settings: RunSettings) -> dict[str, Any] | None:
+    """The critic's adapters and the model beneath them, which critic.path may name; the actor's is fixed by itself."""
+    critic = settings.critic
+    if critic is None or critic.lora is None:
+        return None
+    return {**critic.lora.as_kept(), "base": _of_model(critic.path or settings.model.path)}
 
 
 def _of_files(paths: tuple[Path, ...]) -> str | list[str]:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolecall.commands.preflight import NOTE
-from rolecall.data.model_files import ModelFacts, max_model_tokens, num_adapter_parameters, num_cached_per_token
+from rolecall.data.model_files import ModelFacts, max_model_tokens, num_cached_per_token
 from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts, received_bytes, trains_nothing
+from rolecall.data.trained import ParameterCounts, actor_parameters, critic_parameters
 from rolecall.errors import ConfigError
-from rolecall.settings import ActorSection, RunSettings, TrainerSection
+from rolecall.settings import RunSettings, TrainerSection
 
 PROCESS_BYTES = 2**28
 """The least memory of a process with torch."""
@@ -118,11 +119,9 @@ def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
     received = received_bytes(settings, facts)
     needs: list[Need] = []
     if settings.actor.address is None:
-        needs += _ranks(
-            "actor", settings.actor, _trained_bytes(settings, settings.actor, facts.num_parameters, weights)
-        )
+        needs += _ranks("actor", settings.actor, _trained_bytes(settings, actor_parameters(settings, facts), size))
     if settings.critic is not None and settings.critic.address is None:
-        needs += _ranks("critic", settings.critic, _optimized_bytes(settings, facts.num_parameters))
+        needs += _ranks("critic", settings.critic, _trained_bytes(settings, critic_parameters(settings, facts), size))
     for name, section in settings.references.items():
         if section.address is None:
             needs += _ranks(f"reference {name}", section, weights)
@@ -147,23 +146,13 @@ def _ranks(who: str, section: TrainerSection, num_bytes: float) -> list[Need]:
     return [Need(who, per_rank + (0 if device else PROCESS_BYTES), device) for device in devices]
 
 
-def _trained_bytes(settings: RunSettings, section: ActorSection, num_parameters: int, weights: float) -> float:
-    if section.lora is None:
-        return _optimized_bytes(settings, num_parameters)
-    return weights + _optimized_bytes(
-        settings, num_adapter_parameters(settings.model.path, section.lora.rank, section.lora.target_modules)
-    )
-
-
-def _optimized_bytes(settings: RunSettings, num_parameters: int) -> float:
-    """Float32 weights, gradients and moments, of which muon has half as many at the least, and which may wait
-    elsewhere.
+def _trained_bytes(settings: RunSettings, counts: ParameterCounts, size: int) -> float:
+    """A base of `size` bytes a parameter, and float32 weights, gradients and moments, of which muon has half as many at
+    the least, and which may wait elsewhere.
     """
-    if trains_nothing(settings):
-        return num_parameters * 4
     optimizer = settings.actor.optimizer
     moments = 0 if optimizer.offload else 8 if optimizer.kind == "adamw" else 4
-    return num_parameters * (8 + moments)
+    return counts.frozen * size + counts.trained * (4 if trains_nothing(settings) else 8 + moments)
 
 
 def in_bytes(num_bytes: float) -> str:

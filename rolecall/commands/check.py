@@ -217,8 +217,7 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             "recurrent layers: each sequence goes through them by itself, a prompt once for each response, and the "
             "sampler keeps no prefixes; on GPUs transformers takes flash-linear-attention where it is installed"
         )
-    if settings.actor.lora is not None and settings.actor.lora.start is not None:
-        yield _adapters(settings, settings.actor.lora)
+    yield from _adapters(settings, settings.actor.lora, path, "actor.lora")
     if settings.actor.moe is not None:
         check_routers(path)
         moe = settings.actor.moe
@@ -253,13 +252,18 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         check_cache(settings)
 
 
-def _adapters(settings: RunSettings, given: LoraSection) -> str:
-    """The line on what the adapters are at first, of a section that names a folder."""
-    lora = adapters_to_begin_with(settings)
+def _adapters(settings: RunSettings, given: LoraSection | None, path: Path, setting: str) -> Iterator[str]:
+    """The line on what the adapters that `setting` names are at first, beside the model at `path`; none where they
+    begin with no folder.
+    """
+    if given is None or given.start is None:
+        return
+    lora = adapters_to_begin_with(settings, given)
     if lora is None or lora.start is None:
-        return f"adapters: actor.lora.start {given.start} is gone; those of the newest checkpoint go on"
-    check_start(lora, settings.model.path)
-    return f"adapters: begin as those in {lora.start}"
+        yield f"adapters: {setting}.start {given.start} is gone; those of the newest checkpoint go on"
+        return
+    check_start(lora, path, setting)
+    yield f"adapters: {setting} begins as those in {lora.start}"
 
 
 def _check_layout(settings: RunSettings, section: TrainerSection, path: Path, setting: str) -> None:
@@ -298,6 +302,8 @@ def _fit(settings: RunSettings, tokenizer: ChatTokenizer) -> Iterator[str]:
             read_model(section.path, setting)
             check_trainable(section.path, setting)
             check_tokenizer(section.path, tokenizer.num_ids, setting)
+    if settings.critic is not None:
+        yield from _adapters(settings, settings.critic.lora, settings.critic.path or settings.model.path, "critic.lora")
     known = vocab_size(settings.model.path)
     yield f"tokenizer: ids up to {tokenizer.num_ids - 1}, the model knows {known}"
     distillation = settings.algorithm.distillation

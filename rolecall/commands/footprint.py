@@ -10,8 +10,9 @@ from pathlib import Path
 from rolecall.checkpoint.storage import DiskStorage, open_storage
 from rolecall.commands.capacity import in_bytes
 from rolecall.data.dataset import RawPrompt
-from rolecall.data.model_files import ModelFacts, num_adapter_parameters
+from rolecall.data.model_files import ModelFacts
 from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts, received_bytes
+from rolecall.data.trained import ParameterCounts, actor_parameters, critic_parameters
 from rolecall.errors import ConfigError
 from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
 from rolecall.store.budget import StoreBudget
@@ -30,23 +31,26 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     """Yields a line per role on its memory, then what checkpoints take. ConfigError where a disk has no room."""
     size = 4 if settings.model.dtype == "float32" else 2
     weights = facts.num_parameters * size
-    adapters = _num_adapter_parameters(settings)
-    acting = (
-        _trained_per_rank(settings, settings.actor, facts)
-        if adapters is None
-        else (weights + adapters * (OPTIMIZER_BYTES_PER_PARAMETER + size)) / settings.actor.num_shards
-    )
+    actor = actor_parameters(settings, facts)
+    acting = _trained_per_rank(settings, settings.actor, actor)
     yield (f"memory (estimates without activations): actor {in_bytes(acting)} per rank x {settings.actor.num_ranks}")
-    yield from _moments(
-        settings.actor, settings.actor.optimizer, facts.num_parameters if adapters is None else adapters
-    )
+    yield from _moments(settings.actor, settings.actor.optimizer, actor)
     yield from _gathered(settings, weights)
-    if adapters is not None:
-        yield f"  adapters: {adapters / 1e6:,.2f}M parameters are trained, published and kept; the base stays as it is"
+    if actor.frozen:
+        yield (
+            f"  adapters: {actor.trained / 1e6:,.2f}M parameters are trained, published and kept; the base stays as "
+            "it is"
+        )
     if settings.critic is not None:
-        critic = _trained_per_rank(settings, settings.critic, facts)
-        yield f"  critic {in_bytes(critic)} per rank x {settings.critic.num_ranks}"
-        yield from _moments(settings.critic, settings.actor.optimizer, facts.num_parameters)
+        critic = critic_parameters(settings, facts)
+        valuing = _trained_per_rank(settings, settings.critic, critic)
+        yield f"  critic {in_bytes(valuing)} per rank x {settings.critic.num_ranks}"
+        yield from _moments(settings.critic, settings.actor.optimizer, critic)
+        if critic.frozen:
+            yield (
+                f"    its adapters: {critic.trained / 1e6:,.2f}M parameters and the value head are trained and kept; "
+                "the base stays as it is"
+            )
     for name, section in settings.references.items():
         parts = section.num_shards if settings.actor.backend == "fsdp" else _num_parts(section)
         yield f"  reference {name} {in_bytes(weights / parts)} per rank x {section.num_ranks}"
@@ -66,7 +70,7 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         )
     if settings.takes_shifts and rollout.devices:
         yield from _shifts(plan_shifts(settings, facts, gpu_memory_bytes()))
-    elif rollout.devices and adapters is None:
+    elif rollout.devices and not actor.frozen:
         left = (
             ""
             if cache
@@ -108,13 +112,14 @@ def _shifts(plan: ShiftPlan) -> Iterator[str]:
     yield f"    sampling: {in_bytes(plan.resident)} beside the rollouts, all state of the trainers in host memory"
 
 
-def _trained_per_rank(settings: RunSettings, section: TrainerSection, facts: ModelFacts) -> float:
+def _trained_per_rank(settings: RunSettings, section: TrainerSection, counts: ParameterCounts) -> float:
     size = 4 if settings.model.dtype == "float32" else 2
     if settings.actor.backend == "fsdp":
-        return facts.num_parameters * (OPTIMIZER_BYTES_PER_PARAMETER + size) / section.num_shards
+        optimized = counts.trained * (OPTIMIZER_BYTES_PER_PARAMETER + size)
+        return (counts.frozen * size + optimized) / section.num_shards
     # Megatron: weights and float32 gradients whole on every data rank, moments and master weights cut over all
     cut = MOMENT_BYTES_PER_PARAMETER + (4 if size < 4 else 0)
-    return facts.num_parameters * ((size + 4) / _num_parts(section) + cut / section.num_ranks)
+    return counts.trained * ((size + 4) / _num_parts(section) + cut / section.num_ranks)
 
 
 def _num_parts(section: TrainerSection) -> int:
@@ -122,18 +127,12 @@ def _num_parts(section: TrainerSection) -> int:
     return section.parallel.tensor * section.parallel.pipeline
 
 
-def _moments(section: TrainerSection, optimizer: OptimizerSection, num_parameters: int) -> Iterator[str]:
+def _moments(section: TrainerSection, optimizer: OptimizerSection, counts: ParameterCounts) -> Iterator[str]:
     if optimizer.offload:
         yield (
-            f"    of which at most {in_bytes(num_parameters * MOMENT_BYTES_PER_PARAMETER / section.num_shards)}, "
+            f"    of which at most {in_bytes(counts.trained * MOMENT_BYTES_PER_PARAMETER / section.num_shards)}, "
             "moments, are in host memory but for the step"
         )
-
-
-def _num_adapter_parameters(settings: RunSettings) -> int | None:
-    """None: the model itself is trained."""
-    lora = settings.actor.lora
-    return None if lora is None else num_adapter_parameters(settings.model.path, lora.rank, lora.target_modules)
 
 
 def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
@@ -144,10 +143,7 @@ def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     if settings.run.num_steps == 0:
         return  # no checkpoint is made
     storage = open_storage(settings.run.checkpoints)
-    adapters = _num_adapter_parameters(settings)
-    kept_parameters = (facts.num_parameters if adapters is None else adapters) + (
-        facts.num_parameters if settings.critic else 0
-    )
+    kept_parameters = actor_parameters(settings, facts).trained + critic_parameters(settings, facts).trained
     needed = kept_parameters * CHECKPOINT_BYTES_PER_PARAMETER
     if not isinstance(storage, DiskStorage):
         yield f"checkpoints (estimate): {in_bytes(needed)} each in {storage.url}"

@@ -51,8 +51,8 @@ def require(settings: SftSettings) -> None:
     check_parallel(path, actor.parallel)
     if actor.moe is not None:
         check_routers(path)
-    if (lora := adapters_to_begin_with(settings)) is not None:
-        num_adapter_parameters(path, lora.rank, lora.target_modules)
+    if (lora := adapters_to_begin_with(settings, settings.actor.lora)) is not None:
+        num_adapter_parameters(path, lora)
         check_start(lora, path)
     tokenizer = ChatTokenizer(path, settings.model.chat_template_kwargs)
     check_tokenizer(path, tokenizer.num_ids)

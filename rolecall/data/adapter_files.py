@@ -1,10 +1,9 @@
-"""An adapter in peft's format, as far as JSON and a safetensors header tell: whether it is one that `actor.lora` can
-begin with. No torch.
+"""An adapter in peft's format, as far as JSON and a safetensors header tell: whether it is one that `actor.lora` or
+`critic.lora` can begin with. No torch.
 """
 
 import math
 from pathlib import Path
-from typing import Any
 
 from rolecall.data.json_text import parse_json
 from rolecall.data.model_files import num_adapter_parameters, tensor_shapes
@@ -28,11 +27,13 @@ _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of peft's ways to begin an adapter that subtract it from the base weights, or quantize them."""
 
 
-def check_start(section: LoraSection, model: Path) -> None:
-    """ConfigError when `start`, where it is given, is no adapter like `section` beside the model directory `model`."""
+def check_start(section: LoraSection, model: Path, setting: str = "actor.lora") -> None:
+    """ConfigError when `start`, where it is given, is no adapter like `section`, which `setting` names, beside the
+    model directory `model`.
+    """
     if section.start is None:
         return
-    where = f"actor.lora.start {section.start}"
+    where = f"{setting}.start {section.start}"
     try:
         config = parse_json((section.start / "adapter_config.json").read_text(encoding="utf-8"))
         if not isinstance(config, dict):
@@ -57,18 +58,17 @@ def check_start(section: LoraSection, model: Path) -> None:
         )
     shapes = tensor_shapes(section.start / ADAPTER)
     modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in shapes}
-    _require(where, "rank", config.get("r"), section.rank)
-    _require(where, "alpha", config.get("lora_alpha"), section.alpha)
-    _require(where, "target_modules", sorted(modules), sorted(section.target_modules))
+    found = {"rank": config.get("r"), "alpha": config.get("lora_alpha"), "target_modules": sorted(modules)}
+    given = {"rank": section.rank, "alpha": section.alpha, "target_modules": sorted(section.target_modules)}
+    for name in given:
+        if found[name] != given[name]:
+            raise ConfigError(
+                f"{where} has {name} {found[name]}, {setting}.{name} is {given[name]}; write the adapter's"
+            )
     size = sum(map(math.prod, shapes.values()))
-    expected = num_adapter_parameters(model, section.rank, section.target_modules)
+    expected = num_adapter_parameters(model, section, setting)
     if size != expected:
         raise ConfigError(
-            f"{where} has {size:,} numbers, and adapters beside model.path {model} have {expected:,}; name the adapter "
-            "of this model"
+            f"{where} has {size:,} numbers, and adapters beside {model} have {expected:,}; name the adapter of this "
+            "model"
         )
-
-
-def _require(where: str, name: str, found: Any, given: Any) -> None:
-    if found != given:
-        raise ConfigError(f"{where} has {name} {found}, actor.lora.{name} is {given}; write the adapter's")

@@ -9,7 +9,6 @@ import importlib.util
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from pydantic import JsonValue
 
 from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError
-from rolecall.settings import LayoutSection
+from rolecall.settings import LayoutSection, LoraSection
 
 MAX_HEADER_BYTES = 100 * 2**20
 """Bound of a safetensors header, as the format has it."""
@@ -217,22 +216,25 @@ def check_cpu_adapters(path: Path) -> None:
         )
 
 
-def num_adapter_parameters(path: Path, rank: int, modules: Sequence[str]) -> int:
-    """Elements of adapters of this rank beside the matrices called `modules`. ConfigError names a module that the model
-    lacks.
+def num_adapter_parameters(path: Path, section: LoraSection, setting: str = "actor.lora") -> int:
+    """Elements of the adapters that `section`, which `setting` names, gives the model at `path`. ConfigError names a
+    module that the model lacks.
     """
+    modules = section.target_modules
     matrices = {
-        name: shape for name, shape in _shapes(path, "model.path").items() if len(shape) == 2 and _EXPERTS not in name
+        name: shape
+        for name, shape in _shapes(path, f"{setting}: the model").items()
+        if len(shape) == 2 and _EXPERTS not in name
     }
     own = {name.removesuffix(".weight").rpartition(".")[2] for name in matrices}
     unknown = sorted(set(modules) - own)
     if unknown:
         raise ConfigError(
-            f"actor.lora.target_modules: model.path {path} has no {', '.join(unknown)}; its matrices are called "
+            f"{setting}.target_modules: the model {path} has no {', '.join(unknown)}; its matrices are called "
             f"{', '.join(sorted(own))}"
         )
     return sum(
-        rank * sum(shape)
+        section.rank * sum(shape)
         for name, shape in matrices.items()
         if name.removesuffix(".weight").rpartition(".")[2] in modules
     )

@@ -10,7 +10,8 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rolecall.data.model_files import ModelFacts, num_adapter_parameters
+from rolecall.data.model_files import ModelFacts
+from rolecall.data.trained import ParameterCounts, actor_parameters, critic_parameters
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, TrainerSection
 
@@ -77,8 +78,8 @@ class ShiftPlan:
             raise ConfigError(
                 "shared GPUs: while the trainers work they and a sleeping rollout take "
                 f"{self.training:,.0f} bytes of each, {self.training - self.gpu:,.0f} more than it has; use more GPUs "
-                "(num_ranks), actor.optimizer.offload, actor.lora or a smaller model, or move critic and references to "
-                "other GPUs"
+                "(num_ranks), actor.optimizer.offload, actor.lora, critic.lora or a smaller model, or move critic and "
+                "references to other GPUs"
             )
         missing = self.beside_rollouts + self.rollout - self.gpu
         if missing > 0:
@@ -98,19 +99,18 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
     weights, shared = facts.num_parameters * size, set(actor.devices)
     references = [section for section in settings.references.values() if shared & set(section.devices)]
     moments = 0 if trains_nothing(settings) else 4 if actor.optimizer.offload else _MOMENTS
-    adapters = (
-        None
-        if actor.lora is None
-        else num_adapter_parameters(settings.model.path, actor.lora.rank, actor.lora.target_modules)
-    )
-    num_trained, base = (facts.num_parameters, 0.0) if adapters is None else (adapters, weights)
-    parameters = _per_rank(actor, base + num_trained * _MASTER)
-    trained = parameters + _per_rank(actor, num_trained * moments)
+
+    def bytes_of(counts: ParameterCounts, per_trained: int) -> float:
+        return counts.frozen * size + counts.trained * per_trained
+
+    acting = actor_parameters(settings, facts)
+    parameters = _per_rank(actor, bytes_of(acting, _MASTER))
+    trained = _per_rank(actor, bytes_of(acting, _MASTER + moments))
     num_processes = 1 + len(references)
     if critic is not None and shared & set(critic.devices):
-        trained += _per_rank(critic, facts.num_parameters * (_MASTER + moments))
+        trained += _per_rank(critic, bytes_of(critic_parameters(settings, facts), _MASTER + moments))
         num_processes += 1
-    packed = 2 * facts.largest_layer * size if adapters is None else 0
+    packed = 2 * facts.largest_layer * size if actor.lora is None else 0
     return ShiftPlan(
         resident=sum(_per_rank(section, weights) for section in references) + num_processes * CONTEXT_BYTES,
         parameters=parameters,

@@ -235,6 +235,10 @@ class RunSettings(Section):
         check_dtype(self.actor, self.model.dtype)
         if self.critic is not None:
             check_backend(self.actor, self.critic.parallel, "critic.parallel")
+            if self.critic.lora is not None and self.actor.backend == "megatron":
+                raise ValueError(
+                    "critic.lora is not there with actor.backend megatron; leave it out, or use backend fsdp"
+                )
         for name, section in self.references.items():
             check_backend(self.actor, section.parallel, f"references.{name}.parallel")
         return self

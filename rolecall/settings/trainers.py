@@ -144,7 +144,7 @@ class TrainerSection(ServiceSection):
 
 class LoraSection(Section):
     """Low-rank adapters (arXiv:2106.09685): the base stays as it is; its adapters alone are trained, published and kept
-    in checkpoints.
+    in checkpoints, a critic's with its value head.
     """
 
     rank: Annotated[int, Field(ge=1, le=512)] = 16
@@ -290,12 +290,16 @@ class ActorSection(TrainerSection):
                 "moe: auxiliary losses are not computed where experts are spread over ranks (parallel.tensor); "
                 "leave it at 1 and raise num_ranks, or use backend megatron"
             )
-        if self.lora is not None and self.parallel.tensor > 1:
-            raise ValueError(
-                "parallel.tensor: matrices with adapters (lora) are not split over ranks; leave it at 1 and raise "
-                "num_ranks, which shards them"
-            )
+        _check_whole(self.lora, self.parallel)
         return self
+
+
+def _check_whole(lora: LoraSection | None, parallel: LayoutSection) -> None:
+    if lora is not None and parallel.tensor > 1:
+        raise ValueError(
+            "parallel.tensor: matrices with adapters (lora) are not split over ranks; leave it at 1 and raise "
+            "num_ranks, which shards them"
+        )
 
 
 def check_dtype(actor: ActorSection, dtype: Dtype) -> None:
@@ -344,6 +348,15 @@ class CriticSection(TrainerSection):
     """First steps of the run in which the critic alone learns and the policy stays as it is. A new value head says
     nothing yet: this is its value pretraining (VC-PPO, arXiv:2503.01491).
     """
+    lora: LoraSection | None = None
+    """Adapters to train instead of the model itself; the value head is trained whole beside them. Absent: every
+    parameter is trained.
+    """
+
+    @model_validator(mode="after")
+    def _adapters_are_whole(self) -> Self:
+        _check_whole(self.lora, self.parallel)
+        return self
 
     def optimizer(self, actor: OptimizerSection, num_minibatches: int) -> OptimizerSection:
         """The actor's optimizer for this model: rates in proportion to the peaks, lengths of the schedule in proportion

@@ -231,7 +231,7 @@ class SavedModel(Protocol):
     dtype: Dtype
     """The type that the run computed in."""
     lora: LoraSection | None
-    """The adapters' section where the checkpoint holds adapters alone; None: it holds every parameter."""
+    """The adapters' section where the checkpoint holds adapters alone, and a value head; None: every parameter."""
     base_digest: str | None
     """The digest of the model beneath the adapters (model/lora.py); None without adapters."""
     source: Path

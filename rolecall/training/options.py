@@ -29,7 +29,7 @@ class EngineOptions:
     optimizer: OptimizerSection | None
     """None: frozen (a reference), parameters kept in `dtype`."""
     lora: LoraSection | None = None
-    """Adapters to train instead of the parameters; these stay as they are, in `dtype`."""
+    """Adapters to train instead of the parameters, which stay as they are, in `dtype`, but for a value head."""
     total_steps: int = 1
     """The schedule's length in optimizer steps."""
     parallel: ParallelSection = ParallelSection()
@@ -53,3 +53,8 @@ class EngineOptions:
     """Take only kernels that compute the same bits from the same numbers."""
     seed: int = 0
     """Seed of new heads and of torch's generators."""
+
+    @property
+    def lora_setting(self) -> str:
+        """Name of the adapters' section in the run's file."""
+        return "actor.lora" if self.head == "policy" else "critic.lora"

@@ -35,7 +35,7 @@ def build(settings: RunSettings, connection: Connection, hooks: ProcessHooks = U
         path=settings.model.path,
         head="policy",
         optimizer=settings.actor.optimizer,
-        lora=adapters_to_begin_with(settings),
+        lora=adapters_to_begin_with(settings, settings.actor.lora),
         moe=settings.actor.moe,
         router_replay=settings.actor.router_replay != "off",
         total_steps=config.num_optimizer_steps(settings),

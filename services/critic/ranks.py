@@ -1,5 +1,6 @@
 """The critic on its ranks: a trainer by the steps of steps.py."""
 
+from rolecall.identity import adapters_to_begin_with
 from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
 from rolecall.training.serving.hooks import UNWATCHED, ProcessHooks
@@ -19,6 +20,7 @@ def build(settings: RunSettings, connection: Connection, hooks: ProcessHooks = U
         path=config.model_path(settings),
         head="value",
         optimizer=section.optimizer(settings.actor.optimizer, settings.algorithm.num_minibatches),
+        lora=adapters_to_begin_with(settings, section.lora),
         total_steps=config.num_optimizer_steps(settings),
         hooks=hooks,
     )

@@ -31,6 +31,8 @@ BRIEF = ("grpo", "ppo")
 RECIPES = [
     pytest.param(name, marks=() if name in BRIEF else pytest.mark.thorough("test_the_recipe_trains")) for name in NAMES
 ]
+RECIPES.append(pytest.param("ppo, adapters", marks=pytest.mark.thorough("test_the_recipe_trains")))
+ADAPTERS = {"lora": {"rank": 4, "alpha": 8}}
 NUM_SFT_STEPS = 90
 NUM_STEPS = 2
 RUN_S = 180.0
@@ -53,6 +55,7 @@ async def test_the_recipe_trains(
     tmp_path: Path,
     make_settings: Callable[..., RunSettings],
 ) -> None:
+    recipe, _, adapters = recipe.partition(", ")
     task = yaml.safe_load(TASK.read_text())
     sections: dict[str, Any] = {name: task[name] for name in ("actor", "reward", "sampling")} | yaml.safe_load(
         recipe_file(recipe).read_text()
@@ -65,6 +68,8 @@ async def test_the_recipe_trains(
         # the machine may be busy with other tests
         "controller": {"lease_s": 30.0, "start_timeout_s": 60.0, "stall_timeout_s": 60.0},
     }
+    if adapters:
+        sections["critic"] = {**sections["critic"], **ADAPTERS}
     references = sections.get("references", {})
     roles = {name: name for name in ("actor", "critic", "reward") if name in sections} | dict.fromkeys(
         references, "reference"
@@ -91,6 +96,7 @@ async def test_the_recipe_trains(
     steps = run.metrics()
     assert len(steps) == NUM_STEPS
     assert all(step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0 for step in steps)
+    assert "critic" not in roles or all(step["critic/grad_norm"] > 0 for step in steps)
     assert recipe == "dppo" or steps[0]["actor/mismatch_max"] < 1e-4, (
         "dppo alone has no proximal pass, which compares with the sampler before the first update"
     )

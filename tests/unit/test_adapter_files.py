@@ -41,18 +41,26 @@ def write_adapter(folder: Path, *, rank: int = 4, modules: tuple[str, ...] = MOD
     return folder
 
 
-def told(config: Path, start: Path) -> tuple[list[str], str]:
+def told(config: Path, start: Path, role: str = "actor") -> tuple[list[str], str]:
     """The problems that `check` finds, and what it says."""
     out = io.StringIO()
     lora = {"rank": 4, "target_modules": list(MODULES), "start": str(start)}
-    return find_problems(load_settings(config, [f"actor.lora={json.dumps(lora)}"]), out), out.getvalue()
+    gae = [] if role == "actor" else ["algorithm={groups_per_batch: 2, advantage: {kind: gae}}", "critic={}"]
+    return find_problems(load_settings(config, [*gae, f"{role}.lora={json.dumps(lora)}"]), out), out.getvalue()
 
 
-def test_an_adapter_like_the_section_is_taken(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_an_adapter_like_the_section_is_taken(config: Path, tmp_path: Path, role: str) -> None:
     start = write_adapter(tmp_path / "adapter")
-    problems, said = told(config, start)
+    problems, said = told(config, start, role)
     assert problems == []
-    assert f"adapters: begin as those in {start}" in said
+    assert f"adapters: {role}.lora begins as those in {start}" in said
+
+
+def test_one_with_a_head_inside_is_no_critics_to_begin_with(config: Path, tmp_path: Path) -> None:
+    start = write_adapter(tmp_path / "adapter", modules_to_save=["score"])
+    (problem,) = told(config, start, "critic")[0]
+    assert problem.startswith(f"critic.lora.start {start}: adapter_config.json sets modules_to_save")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +93,7 @@ def test_an_adapter_of_another_model_or_none_at_all_is_told(config: Path, tmp_pa
     embedding = {"model.embed_tokens.weight": np.zeros((VOCAB_SIZE, 16), np.float32)}
     save_file(embedding | matrices, tmp_path / "model" / "model.safetensors")
     (problem,) = told(config, start)[0]
-    assert "has 512 numbers, and adapters beside model.path" in problem
+    assert "has 512 numbers, and adapters beside " in problem
     (start / "adapter_config.json").write_text("[]")
     (problem,) = told(config, start)[0]
     assert "is no adapter in peft's format (not an object)" in problem

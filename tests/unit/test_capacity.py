@@ -2,8 +2,11 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from rolecall.commands.capacity import check_capacity, host_memory_bytes
 from rolecall.commands.footprint import memory_and_disk
@@ -21,6 +24,7 @@ from rolecall.settings import RunSettings
 from rolecall.weights.shared_memory.device_slots import CHUNK_BYTES, NUM_SLOTS
 from rolecall.weights.transfer import IN_FLIGHT
 from tests.conftest import MakeSettings
+from tests.twins.launched import write_model
 
 SEVEN_B = ModelFacts(architecture="Qwen3ForCausalLM", num_parameters=7_000_000_000, largest_layer=200_000_000)
 
@@ -163,3 +167,52 @@ def test_rollouts_on_cpus_are_not_told_to_sleep(make_settings: MakeSettings) -> 
     with pytest.raises(ConfigError, match=r"rollout\.sleep_mode: vLLM gives memory up on GPUs only"):
         check_cpu_sleep(make_settings(rollout={"sleep_mode": True}))
     check_cpu_sleep(make_settings())
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_critic_with_adapters_has_its_base_in_the_models_dtype_and_optimizes_them_alone(
+    make_settings: MakeSettings, tmp_path: Path
+) -> None:
+    path = write_model(tmp_path / "model")
+    save_file({"model.layers.0.self_attn.q_proj.weight": np.zeros((48, 16), np.float32)}, path / "model.safetensors")
+    adapters = 4 * (48 + 16)
+    gae = {"groups_per_batch": 2, "advantage": {"kind": "gae"}}
+    run = {"name": "test", "dir": str(tmp_path), "num_steps": 1, "checkpoint_url": "memory://checkpoints"}
+
+    def settings(shared: bool, **critic: Any) -> RunSettings:
+        return make_settings(
+            run=run,
+            algorithm=gae,
+            actor={"devices": [0, 1], "num_ranks": 2},
+            critic={"devices": [0, 1] if shared else [2], "num_ranks": 2 if shared else 1, **critic},
+            rollout={"devices": [[0], [1]] if shared else [[3]], "num_replicas": 2 if shared else 1},
+        )
+
+    lora = {"rank": 4, "target_modules": ["q_proj"]}
+    with pytest.raises(ConfigError, match=r"critic needs at least 104\.3 GiB on GPU 2"):
+        lines(settings(shared=False))
+    lines(settings(shared=False, lora=lora))
+    said = "\n".join(memory_and_disk(settings(shared=False, lora=lora), SEVEN_B))
+    assert "\n  critic 13.0 GiB per rank x 1\n    its adapters: 0.00M parameters and the value head are" in said
+    assert "checkpoints (estimate): 78.2 GiB each" in said, "as many as the actor's alone"
+    whole, adapted = (
+        plan_shifts(settings(shared=True, **more), SEVEN_B, gpu_memory_bytes()) for more in ({}, {"lora": lora})
+    )
+    assert whole.trained - adapted.trained == (7e9 * 16 - 7e9 * 2 - adapters * 16) / 2
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_critic_of_another_model_is_counted_by_that_one_s_files(make_settings: MakeSettings, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "critic")
+    gae = {"groups_per_batch": 2, "advantage": {"kind": "gae"}}
+    run = {"name": "test", "dir": str(tmp_path), "num_steps": 1, "checkpoint_url": "memory://checkpoints"}
+    settings = make_settings(
+        algorithm=gae,
+        actor={"address": "elsewhere:1"},
+        critic={"devices": [0], "path": str(path)},
+        run=run,
+        rollout={"devices": [[1]]},
+    )
+    lines(settings)
+    said = "\n".join(memory_and_disk(settings, SEVEN_B))
+    assert "\n  critic 0.1 MiB per rank x 1" in said

@@ -168,6 +168,24 @@ def test_an_option_that_a_newer_release_adds_to_adapters_is_not_held_against_the
         settle(begin())
 
 
+def test_other_adapters_of_the_critic_and_another_base_of_theirs_are_refused(
+    begin: MakeSettings, tmp_path: Path
+) -> None:
+    gae = {"groups_per_batch": 2, "advantage": {"kind": "gae"}}
+    (tmp_path / "run" / FILE).unlink()
+    settle(begin(algorithm=gae, critic={"lora": {"rank": 8}}))
+    shutil.copytree(tmp_path / "model", tmp_path / "critic")
+    settle(begin(algorithm=gae, critic={"path": str(tmp_path / "critic"), "lora": {"rank": 8, "start": "gone"}}))
+    (tmp_path / "critic" / "config.json").write_text("{}")
+    for changed in (
+        {"lora": {"rank": 16}},
+        {},
+        {"path": str(tmp_path / "critic"), "lora": {"rank": 8}},
+    ):
+        with pytest.raises(ConfigError, match=r"another critic\.lora \(the checkpoints hold these adapters"):
+            settle(begin(algorithm=gae, critic=changed))
+
+
 def test_the_manual_names_every_fixed_setting_with_its_reason() -> None:
     manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     assert [fixed.setting for fixed in FIXED if f"`{fixed.setting}`" not in manual] == []

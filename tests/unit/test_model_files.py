@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.numpy import save_file
 from rolecall.commands.check import find_problems, require
 from rolecall.data.model_files import CPU_BLOCK_TOKENS, CPU_HEAD_DIMS, num_adapter_parameters, read_model
 from rolecall.errors import ConfigError
-from rolecall.settings import load_settings
+from rolecall.settings import LoraSection, load_settings
 from tests.twins.launched import VOCAB_SIZE, write_light_config, write_model
 
 
@@ -306,10 +307,23 @@ LORA = "actor.lora={rank: 4, target_modules: [q_proj, v_proj]}"
 
 def test_adapters_are_counted_from_the_shapes_and_alone_take_optimizer_and_disk(config: Path) -> None:
     save_matrices(config, f"{LAYER}.q_proj.weight", f"{LAYER}.k_proj.weight", f"{LAYER}.v_proj.weight")
-    assert num_adapter_parameters(config.parent / "model", 4, ("q_proj", "v_proj")) == 2 * 4 * (48 + 16)
+    section = LoraSection(rank=4, target_modules=("q_proj", "v_proj"))
+    assert num_adapter_parameters(config.parent / "model", section) == 2 * 4 * (48 + 16)
     out = io.StringIO()
     assert find_problems(load_settings(config, [LORA]), out) == []
     assert "adapters: 0.00M parameters are trained, published and kept; the base stays as it is" in out.getvalue()
+
+
+def test_a_target_of_the_critics_adapters_is_looked_for_in_its_own_model(config: Path) -> None:
+    save_matrices(config, f"{LAYER}.q_proj.weight", f"{LAYER}.v_proj.weight")
+    critic, own = config.parent / "critic", config.parent / "model"
+    shutil.copytree(own, critic)
+    save_matrices(config, f"{LAYER}.q_proj.weight", f"{LAYER}.k_proj.weight")
+    gae = "algorithm={groups_per_batch: 2, advantage: {kind: gae}}"
+    section = "lora: {rank: 4, target_modules: [q_proj, v_proj]}"
+    assert problems(config, gae, f"critic={{path: {critic}, {section}}}") == []
+    (problem,) = set(problems(config, gae, f"critic={{{section}}}"))
+    assert problem.startswith(f"critic.lora.target_modules: the model {own} has no v_proj; its matrices are")
 
 
 def test_a_target_of_adapters_that_the_model_lacks_is_named_before_anything_starts(config: Path) -> None:

@@ -32,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--role", choices=["actor", "critic"], default="actor", help="whose model (actor)")
     parser.add_argument("--dtype", choices=get_args(Dtype), help="of the weights; absent: what the run computed in")
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="where the run's model.path is now; only adapters need it"
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="where the run's model.path or critic.path is now; only adapters need it",
     )
     arguments = parser.parse_args(argv)
     try:

@@ -3,8 +3,8 @@ processes; one tensor at a time.
 
     export(*committed.share("actor"), Path("model"))
 
-Adapters are merged into the base's weights, which are read from the run's model directory, and also written apart, in
-peft's own format, under `adapter/`.
+Adapters are merged into the base's weights, which are read from the run's model directory, and an actor's also written
+apart, in peft's own format, under `adapter/`; a critic's are not, for that format has no place for its value head.
 """
 
 import json
@@ -58,10 +58,9 @@ def export(
             _describe(source / "config.json", dtype or saved.dtype)
             return write_model(path, source, tensors, progressed=progressed)
 
-        section = saved.lora
+        section, model = saved.lora, build_model(source, saved.head, torch.float32)
         if section is None:
-            conversion = Conversion(build_model(source, saved.head, torch.float32).hf)
-            return written(_whole(saved, conversion, wanted))
+            return written(_whole(saved, Conversion(model.hf), wanted))
         directory = base or saved.source
         base_files = ModelFiles(directory)
         if lora.base_digest(base_files, section) != saved.base_digest:
@@ -69,7 +68,9 @@ def export(
                 f"{directory} is not the model that the adapters in {storage.url} were trained beside; name that "
                 "one as the base"
             )
-        num_bytes = written(_merged(saved, base_files, section, wanted))
+        num_bytes = written(_merged(saved, base_files, section, wanted, without=model.replaced_head))
+        if saved.head == "value":
+            return num_bytes
         adapter = ((lora.peft_name(name), saved.tensor(name)) for name in saved)
         return num_bytes + lora.write_adapter(path / "adapter", directory, adapter, section, progressed)
 
@@ -93,12 +94,20 @@ def _whole(saved: SavedModel, conversion: Conversion, dtype: torch.dtype) -> Ite
 
 
 def _merged(
-    saved: SavedModel, base: ModelFiles, section: LoraSection, dtype: torch.dtype
+    saved: SavedModel, base: ModelFiles, section: LoraSection, dtype: torch.dtype, *, without: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """The base's tensors with their adapters, but for the output layer `without` that a value head took the place of;
+    then the value head, which was trained whole.
+    """
+    heads = [name for name in saved if not lora.is_adapter(name)]
     for name in base:
+        if name in heads or (without and name.startswith(f"{without}.")):
+            continue
         tensor = base.tensor(name).to(dtype)
         down, up = lora.adapter_names(name)
         yield (
             name,
             lora.merged(tensor, saved.tensor(down), saved.tensor(up), section) if down in saved else tensor,
         )
+    for name in heads:
+        yield name, saved.tensor(name).to(dtype)

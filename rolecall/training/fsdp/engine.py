@@ -117,9 +117,9 @@ class FsdpEngine:
         self._num_parameters = sum(p.numel() for p in self._model.parameters())
         self._base = None
         if options.lora is not None:
-            add_adapters(self._model.hf, options.lora)
+            add_adapters(self._model, options.lora, options.lora_setting)
             base = ModelFiles(options.path)
-            check_names(self._model.hf, base)
+            check_names(self._model.hf, base, options.lora_setting)
             self._base = base_digest(base, options.lora)
         if not trained:
             self._model.requires_grad_(False)
@@ -140,7 +140,7 @@ class FsdpEngine:
         )
         with self._memory.phase("load"):
             start = options.lora.start if options.lora is not None else None
-            files = ParameterFiles(self._model, options.path, options.seed, start)
+            files = ParameterFiles(self._model, options.path, options.seed, start, options.lora_setting)
             load_model(self._model, files, device=device, progressed=progressed)
         self._model.train(trained)
         if options.optimizer is not None:
@@ -437,7 +437,7 @@ def _build(options: EngineOptions) -> PackedModel:
     """Builds the model on the meta device: in float32 where it trains, else in the type it computes in."""
     check_parallel(options.path, options.parallel)
     if options.lora is not None:
-        check_start(options.lora, options.path)
+        check_start(options.lora, options.path, options.lora_setting)
     trains = options.optimizer is not None and options.lora is None
     model = build_model(options.path, options.head, torch.float32 if trains else DTYPES[options.dtype])
     if isinstance(model, PolicyModel):

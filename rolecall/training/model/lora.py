@@ -27,6 +27,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection
 from rolecall.training.model.files import write_tensors, write_text
 from rolecall.training.model.huggingface import ModelFiles
+from rolecall.training.model.packed_model import PackedModel, ValueModel
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -39,17 +40,20 @@ _PEFT_PREFIX = "base_model.model."
 """What peft's files put before every name."""
 
 
-def add_adapters(hf: PreTrainedModel, section: LoraSection) -> None:
-    """Gives the modules that `section` names an adapter, on the meta device and in float32, and freezes everything
-    else. ConfigError names a wrong target.
+def add_adapters(model: PackedModel, section: LoraSection, setting: str) -> None:
+    """Gives the modules that `section` names an adapter, on the meta device, and freezes everything else but a value
+    head, which is no adapter and is trained whole. What is trained is float32. ConfigError names a wrong target;
+    `setting` is the section's name.
     """
     from peft import inject_adapter_in_model
 
-    inject_adapter_in_model(_peft_config(section, _targets(hf, section)), hf, low_cpu_mem_usage=True)
-    for name, parameter in hf.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
-        if is_adapter(name):
-            parameter.data = parameter.data.float()  # peft makes them in the base's dtype; what is trained is float32
+    config = _peft_config(section, _targets(model.hf, section, setting))
+    inject_adapter_in_model(config, model.hf, low_cpu_mem_usage=True)
+    head = set(model.head.parameters()) if isinstance(model, ValueModel) else set()
+    for name, parameter in model.hf.named_parameters():
+        parameter.requires_grad_(is_adapter(name) or parameter in head)
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()  # made in the base's dtype, as peft makes them
 
 
 def adapters_off(hf: PreTrainedModel) -> AbstractContextManager[None]:
@@ -111,15 +115,15 @@ def base_digest(files: ModelFiles, section: LoraSection) -> str:
     return state.hexdigest()
 
 
-def check_names(hf: PreTrainedModel, files: ModelFiles) -> None:
+def check_names(hf: PreTrainedModel, files: ModelFiles, setting: str) -> None:
     """ConfigError when a matrix that has an adapter in `hf` has another name in the model directory: a sampler and a
-    merge look for its adapter by that name.
+    merge look for its adapter by that name. `setting` is the adapters' section's.
     """
     matrices = [name.replace(_DOWN, ".weight") for name, _ in hf.named_parameters() if name.endswith(_DOWN)]
     renamed = [name for name in matrices if name not in files]
     if renamed:
         raise ConfigError(
-            f"actor.lora.target_modules: {files.path} has no tensor {renamed[0]!r}, as {type(hf).__name__} calls it "
+            f"{setting}.target_modules: {files.path} has no tensor {renamed[0]!r}, as {type(hf).__name__} calls it "
             f"({len(renamed)} of {len(matrices)} matrices), so that its adapter would not be found there; name modules "
             "whose tensors are called alike in both"
         )
@@ -162,7 +166,7 @@ def _peft_config(section: LoraSection, modules: list[str]) -> "LoraConfig":
     )
 
 
-def _targets(hf: PreTrainedModel, section: LoraSection) -> list[str]:
+def _targets(hf: PreTrainedModel, section: LoraSection, setting: str) -> list[str]:
     """Full names of the linear modules inside transformer blocks that `section` names."""
     blocks = set(hf._no_split_modules or ())
     roots = [f"{name}." for name, module in hf.named_modules() if type(module).__name__ in blocks]
@@ -173,7 +177,7 @@ def _targets(hf: PreTrainedModel, section: LoraSection) -> list[str]:
     unknown = sorted(set(section.target_modules) - last)
     if unknown:
         raise ConfigError(
-            f"actor.lora.target_modules: no {unknown} among the linear modules in the blocks of "
+            f"{setting}.target_modules: no {unknown} among the linear modules in the blocks of "
             f"{type(hf).__name__}, which are {sorted(last)}; "
             "name some of these"
         )

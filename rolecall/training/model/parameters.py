@@ -27,16 +27,24 @@ _DERIVED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
 class ParameterFiles:
     """The parameters of one model, by transformers' names."""
 
-    def __init__(self, model: PackedModel, path: Path, seed: int, adapter: Path | None = None) -> None:
+    def __init__(
+        self,
+        model: PackedModel,
+        path: Path,
+        seed: int,
+        adapter: Path | None = None,
+        lora_setting: str = "actor.lora",
+    ) -> None:
         """ConfigError when a directory holds a tensor that has no place in `model`. A value head that `path` lacks,
-        and adapters where no directory of peft's format is given, are made new from `seed`.
+        and adapters where no directory of peft's format is given, are made new from `seed`. `lora_setting` names the
+        section that `adapter` is of.
         """
         self._path, self._seed = path, seed
         self._files, self._conversion = ModelFiles(path), Conversion(model.hf)
         _check_all_known(model, self._files, self._conversion)
         self._adapter = None if adapter is None else ModelFiles(adapter, ADAPTER)
         if self._adapter is not None:
-            _check_adapter(model, self._adapter)
+            _check_adapter(model, self._adapter, lora_setting)
 
     def part(self, name: str, shape: torch.Size, box: Box) -> torch.Tensor:
         """Reads `box` of the parameter `name`, whose full shape is `shape`: on the CPU, in the file's dtype.
@@ -97,12 +105,12 @@ def _check_all_known(model: PackedModel, files: ModelFiles, conversion: Conversi
         )
 
 
-def _check_adapter(model: PackedModel, files: ModelFiles) -> None:
+def _check_adapter(model: PackedModel, files: ModelFiles, setting: str) -> None:
     expected = {peft_name(name) for name, _ in model.hf.named_parameters() if is_adapter(name)}
     wrong = sorted(expected ^ set(files))
     if wrong:
         raise ConfigError(
-            f"actor.lora.start {files.path} is no adapter of {type(model.hf).__name__} at actor.lora.target_modules: "
+            f"{setting}.start {files.path} is no adapter of {type(model.hf).__name__} at {setting}.target_modules: "
             f"{wrong[0]!r} is {'missing' if wrong[0] in expected else 'too many'} ({len(wrong)} in all); name the "
             "modules that it has, or another adapter"
         )

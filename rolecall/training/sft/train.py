@@ -89,7 +89,7 @@ class SftRank:
             dtype=settings.model.dtype,
             float32_logits=settings.model.head_dtype == "float32",
             optimizer=actor.optimizer,
-            lora=adapters_to_begin_with(settings),
+            lora=adapters_to_begin_with(settings, settings.actor.lora),
             total_steps=self._num_steps,
             parallel=actor.parallel,
             megatron=actor.megatron,

@@ -7,11 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolecall.errors import OutOfOrderError
+from rolecall.checkpoint.storage import open_storage
+from rolecall.errors import CheckpointMismatchError, OutOfOrderError
 from rolecall.settings import RunSettings
-from rolecall.v1.training_pb2 import ComputeColumnRequest, TrainRequest
+from rolecall.v1.training_pb2 import (
+    ComputeColumnRequest,
+    LoadTrainerCheckpointRequest,
+    SaveTrainerCheckpointRequest,
+    TrainRequest,
+)
 from tests.fixtures_store import StoreUnderTest
-from tests.twins.served import Batches, MakeRun, served_critic, settings_tree, train, values_of
+from tests.twins.served import Batches, MakeRun, saved, served_critic, settings_tree, train, values_of
 
 COLUMNS = ("loss_mask", "values", "returns")
 
@@ -84,6 +90,29 @@ async def test_nothing_is_explained_of_returns_that_differ_in_their_last_bits(
     returns = np.concatenate([row["returns"][row["loss_mask"] != 0] for row in store.rows.read(batch.rows, COLUMNS)])
     assert np.unique(returns).size > 1
     assert "critic/explained_variance" not in values_of(result)
+
+
+async def test_adapters_and_the_head_are_trained_and_go_on_from_a_checkpoint_as_they_were(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
+    settings, ctl = make_run(lora={"rank": 4, "alpha": 8}), store.ledger.ctl
+    path = open_storage(f"{settings.run.checkpoints}/attempt/critic").url
+    async with served_critic(settings, store) as (rig, critic):
+        batches.commit(await train(critic, TrainRequest(ctl=ctl, step=0, digest=batches.sealed(0).digest)))
+        files = await saved(critic, SaveTrainerCheckpointRequest(ctl=ctl, path=path, step=1))
+        one = TrainRequest(ctl=ctl, step=1, digest=batches.sealed(1).digest)
+        expected = values_of(await train(critic, one))
+        trained = {name for name, each in rig.engine.context.engine._model.hf.named_parameters() if each.requires_grad}
+    assert {name for name in trained if "lora_" not in name} == {"value_head.weight", "value_head.bias"}
+    async with served_critic(settings, store) as (_, critic):
+        await critic.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=path, files=files), timeout=30)
+        again = values_of(await train(critic, one))
+    for name in ("critic/loss", "critic/grad_norm"):
+        assert again[name] == expected[name]
+    changed = make_run(lora={"rank": 8, "alpha": 8})
+    async with served_critic(changed, store) as (_, critic):
+        with pytest.raises(CheckpointMismatchError, match="use the same configuration"):
+            await critic.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=path, files=files), timeout=30)
 
 
 async def test_its_own_number_of_minibatches_comes_before_the_actors(

@@ -128,11 +128,11 @@ def test_adapters_cost_what_torch_counts_when_their_base_is_frozen(tmp_path: Pat
     config, section = CONFIGS["shared keys, wide heads, tied"], LoraSection(rank=3)
     config.save_pretrained(tmp_path)
     model = build_model(tmp_path, "policy", torch.float32)
-    add_adapters(model.hf, section)
+    add_adapters(model, section, "actor.lora")
     flops = count_flops(model)
 
     def adapt(hf: PreTrainedModel) -> None:
-        add_adapters(hf, section)
+        add_adapters(PackedModel(hf), section, "actor.lora")
         hf.to_empty(device="cpu")  # FLOPs do not depend on values
 
     for num_tokens in (3, 11):

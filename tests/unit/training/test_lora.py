@@ -11,6 +11,8 @@ from rolecall.settings import ActorSection, KlSection, LoraSection, RunSettings
 from rolecall.training.model import lora
 from tests.smallest import smallest_tree
 
+GAE = {"groups_per_batch": 1, "advantage": {"kind": "gae"}}
+
 
 @pytest.mark.parametrize(
     ("sections", "words"),
@@ -30,6 +32,11 @@ from tests.smallest import smallest_tree
         (
             {"algorithm": {"groups_per_batch": 1}, "actor": {"lora": {}, "num_ranks": 2, "parallel": {"tensor": 2}}},
             "parallel.tensor",
+        ),
+        ({"algorithm": GAE, "critic": {"lora": {}, "num_ranks": 2, "parallel": {"tensor": 2}}}, "parallel.tensor"),
+        (
+            {"algorithm": GAE, "critic": {"lora": {}}, "actor": {"backend": "megatron"}},
+            "critic.lora is not there with actor.backend megatron; leave it out",
         ),
         ({"algorithm": {"groups_per_batch": 1}, "actor": {"lora": {"rank": 513}}}, "512"),
         ({"algorithm": {"groups_per_batch": 1}, "actor": {"lora": {"target_modules": []}}}, "at least 1"),

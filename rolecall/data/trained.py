@@ -1,0 +1,44 @@
+"""How many of a trainer's parameters are trained, and how many stay as they are beneath adapters: what memory and disk
+are reckoned of.
+
+Told by the headers of the model's files. No torch.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolecall.data.model_files import ModelFacts, num_adapter_parameters, read_model
+from rolecall.settings import LoraSection, RunSettings
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """The parameters of one trainer's model."""
+
+    trained: int
+    """Those in float32, with gradients and moments; a value head of some thousands beside adapters is left out."""
+    frozen: int
+    """Those of a base beneath adapters, in model.dtype; 0: every parameter is trained."""
+
+
+def actor_parameters(settings: RunSettings, facts: ModelFacts) -> ParameterCounts:
+    """Counts the actor's, whose model `facts` tell of. ConfigError names a module of its adapters that it lacks."""
+    return _counts(facts, settings.model.path, settings.actor.lora, "actor.lora")
+
+
+def critic_parameters(settings: RunSettings, facts: ModelFacts) -> ParameterCounts:
+    """Counts the critic's, whose model is that of critic.path, else the actor's, which `facts` tell of; none without a
+    critic. ConfigError when its files are not whole, or names a module of its adapters that it lacks.
+    """
+    critic = settings.critic
+    if critic is None:
+        return ParameterCounts(0, 0)
+    if critic.path is not None:
+        facts = read_model(critic.path, "critic.path")
+    return _counts(facts, critic.path or settings.model.path, critic.lora, "critic.lora")
+
+
+def _counts(facts: ModelFacts, path: Path, lora: LoraSection | None, setting: str) -> ParameterCounts:
+    if lora is None:
+        return ParameterCounts(facts.num_parameters, 0)
+    return ParameterCounts(num_adapter_parameters(path, lora, setting), facts.num_parameters)
