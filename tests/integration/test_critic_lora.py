@@ -165,6 +165,7 @@ def test_two_ranks_train_what_one_does_and_either_goes_on_from_the_other_s_check
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     rows = make_rows(10)
+    (tmp_path / "out").mkdir()
     write_rows(tmp_path / "rows.npz", rows, [1.0] * len(rows))
     job = Job(
         model=str(models["tied"]),
@@ -179,11 +180,16 @@ def test_two_ranks_train_what_one_does_and_either_goes_on_from_the_other_s_check
     )
     one = combine([Rank().answer(replace(job, save=str(tmp_path / "one")))])
     going_on = replace(job, start=str(tmp_path / "one"), num_steps=1, seed=7, save=None)
+    rounded = replace(job, dtype="bfloat16", save=None)
     with living_ranks(2, tmp_path / "ranks") as ranks:
         many, then = ranks.ask(job), ranks.ask(going_on)
+        in_half = ranks.ask(rounded)
+        joined = ranks.ask(replace(job, parallel={"sequence": 2}, options={"gradient_checkpointing": True}, save=None))
     assert many.losses == pytest.approx(one.losses, rel=1e-4)
     assert many.grad_norms == pytest.approx(one.grad_norms, rel=1e-4)
     assert then.grad_norms == pytest.approx(combine([Rank().answer(going_on)]).grad_norms, rel=1e-4)
+    assert joined.grad_norms == pytest.approx(one.grad_norms, rel=1e-4)
+    assert in_half.grad_norms == pytest.approx(combine([Rank().answer(rounded)]).grad_norms, rel=2e-2)
     ours, theirs = make_engine(models["tied"]), make_engine(models["tied"])
     load(ours, tmp_path / "many")
     load(theirs, tmp_path / "one")

@@ -58,9 +58,10 @@ def export(
             _describe(source / "config.json", dtype or saved.dtype)
             return write_model(path, source, tensors, progressed=progressed)
 
-        section, model = saved.lora, build_model(source, saved.head, torch.float32)
+        section = saved.lora
         if section is None:
-            return written(_whole(saved, Conversion(model.hf), wanted))
+            conversion = Conversion(build_model(source, saved.head, torch.float32).hf)
+            return written(_whole(saved, conversion, wanted))
         directory = base or saved.source
         base_files = ModelFiles(directory)
         if lora.base_digest(base_files, section) != saved.base_digest:
@@ -68,7 +69,8 @@ def export(
                 f"{directory} is not the model that the adapters in {storage.url} were trained beside; name that "
                 "one as the base"
             )
-        num_bytes = written(_merged(saved, base_files, section, wanted, without=model.replaced_head))
+        replaced = build_model(source, saved.head, torch.float32).replaced_head
+        num_bytes = written(_merged(saved, base_files, section, wanted, without=replaced))
         if saved.head == "value":
             return num_bytes
         adapter = ((lora.peft_name(name), saved.tensor(name)) for name in saved)
