@@ -147,8 +147,8 @@ def _ranks(who: str, section: TrainerSection, num_bytes: float) -> list[Need]:
 
 
 def _trained_bytes(settings: RunSettings, counts: ParameterCounts, size: int) -> float:
-    """A base of `size` bytes a parameter, and float32 weights, gradients and moments, of which muon has half as many at
-    the least, and which may wait elsewhere.
+    """The least bytes of a base of `size` bytes a parameter and of float32 weights, gradients and moments. Muon has
+    half as many moments at the least, and moments may wait elsewhere.
     """
     optimizer = settings.actor.optimizer
     moments = 0 if optimizer.offload else 8 if optimizer.kind == "adamw" else 4

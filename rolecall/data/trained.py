@@ -1,7 +1,7 @@
-"""How many of a trainer's parameters are trained, and how many stay as they are beneath adapters: what memory and disk
-are reckoned of.
+"""Counts of the parameters that a trainer trains, and of those that stay as they are beneath adapters. Memory and disk
+are reckoned from them.
 
-Told by the headers of the model's files. No torch.
+The headers of the model's files tell them. No torch.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class ParameterCounts:
     """The parameters of one trainer's model."""
 
     trained: int
-    """Those in float32, with gradients and moments; a value head of some thousands beside adapters is left out."""
+    """Parameters in float32, with gradients and moments. A value head beside adapters, some thousands, is left out."""
     frozen: int
-    """Those of a base beneath adapters, in model.dtype; 0: every parameter is trained."""
+    """Parameters of a base beneath adapters, in model.dtype; 0: every parameter is trained."""
 
 
 def actor_parameters(settings: RunSettings, facts: ModelFacts) -> ParameterCounts:

@@ -41,9 +41,9 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(model: PackedModel, section: LoraSection, setting: str) -> None:
-    """Gives the modules that `section` names an adapter, on the meta device, and freezes everything else but a value
-    head, which is no adapter and is trained whole. What is trained is float32. ConfigError names a wrong target;
-    `setting` is the section's name.
+    """Gives the modules that `section` names an adapter, on the meta device, and freezes the rest but for a value head.
+    The head is no adapter and is trained whole; what is trained is float32. ConfigError names a wrong target; `setting`
+    is the section's name.
     """
     from peft import inject_adapter_in_model
 
