@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rolecall.commands.preflight import NOTE
 from rolecall.data.model_files import ModelFacts, max_model_tokens, num_cached_per_token
+from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_parameters
 from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts, received_bytes, trains_nothing
-from rolecall.data.trained import ParameterCounts, actor_parameters, critic_parameters
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, TrainerSection
 
@@ -124,7 +124,7 @@ def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
         needs += _ranks("critic", settings.critic, _trained_bytes(settings, critic_parameters(settings, facts), size))
     for name, section in settings.references.items():
         if section.address is None:
-            needs += _ranks(f"reference {name}", section, weights)
+            needs += _ranks(f"reference {name}", section, reference_parameters(settings, name, facts).frozen * size)
     rollout = settings.rollout
     cache = rollout.cache_bytes or 0
     for i in range(rollout.num_replicas):

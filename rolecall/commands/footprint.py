@@ -11,8 +11,8 @@ from rolecall.checkpoint.storage import DiskStorage, open_storage
 from rolecall.commands.capacity import in_bytes
 from rolecall.data.dataset import RawPrompt
 from rolecall.data.model_files import ModelFacts
+from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_parameters
 from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts, received_bytes
-from rolecall.data.trained import ParameterCounts, actor_parameters, critic_parameters
 from rolecall.errors import ConfigError
 from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
 from rolecall.store.budget import StoreBudget
@@ -53,7 +53,8 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             )
     for name, section in settings.references.items():
         parts = section.num_shards if settings.actor.backend == "fsdp" else _num_parts(section)
-        yield f"  reference {name} {in_bytes(weights / parts)} per rank x {section.num_ranks}"
+        held = reference_parameters(settings, name, facts).frozen * size
+        yield f"  reference {name} {in_bytes(held / parts)} per rank x {section.num_ranks}"
     rollout, num_workers = settings.rollout, settings.rollout.workers_per_replica
     cache = rollout.cache_bytes
     kept = (

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rolecall.data.model_files import ModelFacts
-from rolecall.data.trained import ParameterCounts, actor_parameters, critic_parameters
+from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_parameters
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, TrainerSection
 
@@ -97,7 +97,7 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
     actor, rollout, critic = settings.actor, settings.rollout, settings.critic
     size = 4 if settings.model.dtype == "float32" else 2
     weights, shared = facts.num_parameters * size, set(actor.devices)
-    references = [section for section in settings.references.values() if shared & set(section.devices)]
+    references = {name: section for name, section in settings.references.items() if shared & set(section.devices)}
     moments = 0 if trains_nothing(settings) else 4 if actor.optimizer.offload else _MOMENTS
 
     def bytes_of(counts: ParameterCounts, per_trained: int) -> float:
@@ -112,7 +112,11 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
         num_processes += 1
     packed = 2 * facts.largest_layer * size if actor.lora is None else 0
     return ShiftPlan(
-        resident=sum(_per_rank(section, weights) for section in references) + num_processes * CONTEXT_BYTES,
+        resident=num_processes * CONTEXT_BYTES
+        + sum(
+            _per_rank(section, reference_parameters(settings, name, facts).frozen * size)
+            for name, section in references.items()
+        ),
         parameters=parameters,
         trained=trained,
         passing=SLOT_BYTES + 2 * BUCKETS * settings.weights.bucket_bytes + packed + received_bytes(settings, facts),

@@ -1,5 +1,6 @@
 """What cannot fit a machine is refused with figures; what may is not."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from safetensors.numpy import save_file
 
 from rolecall.commands.capacity import check_capacity, host_memory_bytes
 from rolecall.commands.footprint import memory_and_disk
-from rolecall.data.model_files import ModelFacts
+from rolecall.data.model_files import ModelFacts, read_model
 from rolecall.data.shift_plan import (
     CONTEXT_BYTES,
     GRAPHS_BYTES,
@@ -216,3 +217,33 @@ def test_a_critic_of_another_model_is_counted_by_that_one_s_files(make_settings:
     lines(settings)
     said = "\n".join(memory_and_disk(settings, SEVEN_B))
     assert "\n  critic 0.1 MiB per rank x 1" in said
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_reference_of_another_model_is_counted_by_that_one_s_files(
+    make_settings: MakeSettings, tmp_path: Path
+) -> None:
+    path = write_model(tmp_path / "small")
+    run = {"name": "test", "dir": str(tmp_path), "num_steps": 1, "checkpoint_url": "memory://checkpoints"}
+
+    def settings(reference: dict[str, Any]) -> RunSettings:
+        kl = {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}
+        return make_settings(
+            run=run,
+            algorithm=kl,
+            actor={"devices": [0, 1], "num_ranks": 2},
+            references={"ref": {"devices": [0], **reference}},
+            rollout={"devices": [[0], [1]], "num_replicas": 2},
+        )
+
+    own = settings({"path": str(path)})
+    assert "\n  reference ref 0.0 MiB per rank x 1" in "\n".join(memory_and_disk(own, SEVEN_B))
+    the_policy_s = plan_shifts(settings({}), SEVEN_B, gpu_memory_bytes()).resident
+    small = read_model(path).num_parameters
+    assert the_policy_s - plan_shifts(own, SEVEN_B, gpu_memory_bytes()).resident == 2 * (7e9 - small)
+    elsewhere = {"actor": {"address": "elsewhere:1"}, "rollout": {"devices": [[1]]}}
+    need = {"algorithm": {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}, **elsewhere}
+    huge = make_settings(references={"ref": {"devices": [0]}}, **need)
+    with pytest.raises(ConfigError, match=r"reference ref needs at least 130\.4 GiB on GPU 0"):
+        list(check_capacity(huge, replace(SEVEN_B, num_parameters=70_000_000_000)))
+    lines(make_settings(references={"ref": {"devices": [0], "path": str(path)}}, **need))

@@ -1,5 +1,5 @@
-"""Counts of the parameters that a trainer trains, and of those that stay as they are beneath adapters. Memory and disk
-are reckoned from them.
+"""Counts of the parameters of each role's model: those that are trained, and those that stay as they are. Memory and
+disk are reckoned from them.
 
 The headers of the model's files tell them. No torch.
 """
@@ -18,7 +18,7 @@ class ParameterCounts:
     trained: int
     """Parameters in float32, with gradients and moments. A value head beside adapters, some thousands, is left out."""
     frozen: int
-    """Parameters of a base beneath adapters, in model.dtype; 0: every parameter is trained."""
+    """Parameters of a base beneath adapters or of a reference, in model.dtype; 0: every parameter is trained."""
 
 
 def actor_parameters(settings: RunSettings, facts: ModelFacts) -> ParameterCounts:
@@ -36,6 +36,16 @@ def critic_parameters(settings: RunSettings, facts: ModelFacts) -> ParameterCoun
     if critic.path is not None:
         facts = read_model(critic.path, "critic.path")
     return _counts(facts, critic.path or settings.model.path, critic.lora, "critic.lora")
+
+
+def reference_parameters(settings: RunSettings, name: str, facts: ModelFacts) -> ParameterCounts:
+    """Counts those of the reference `name`, whose model is that of its path, else the actor's, which `facts` tell of.
+    ConfigError when its files are not whole.
+    """
+    path = settings.references[name].path
+    if path is not None:
+        facts = read_model(path, f"references.{name}.path")
+    return ParameterCounts(0, facts.num_parameters)
 
 
 def _counts(facts: ModelFacts, path: Path, lora: LoraSection | None, setting: str) -> ParameterCounts:
