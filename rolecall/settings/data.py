@@ -147,7 +147,7 @@ class EvaluationSet(Section):
     """File of prompts, same fields as the training data."""
     num_responses: PositiveInt = 1
     """n, responses per prompt: reward and accuracy are means over all, pass@k and maj@k are reported for the powers of
-    two up to n and for n.
+    two up to n and for n, and of graded rewards best@k and worst@k.
     """
     temperature: Annotated[float, AfterValidator(_greedy_or_sampled)] = 0.0
     """0 is greedy; else 0.01 to 2."""

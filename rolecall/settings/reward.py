@@ -268,7 +268,7 @@ TAKEN = frozenset({"mean", "std_in_group", "max", "min", "accuracy", "greedy", "
 
 def taken_names(names: Iterable[str]) -> list[str]:
     """Returns those of `names` that no component of the whole reward can have, for metrics are called so."""
-    return sorted(name for name in names if name in TAKEN or re.fullmatch(r"(mean|pass|maj)@[0-9]+", name))
+    return sorted(name for name in names if name in TAKEN or re.fullmatch(r"(mean|pass|maj|best|worst)@[0-9]+", name))
 
 
 class RewardComponent(Section):

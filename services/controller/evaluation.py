@@ -3,7 +3,7 @@ scorer.
 
 Outside the ledger: nothing here is trained on. Rollouts and a scorer that are away are waited for, up to the deadline
 of the evaluation. A response that no rollout could give, or no scorer could score, is counted as missing and is in no
-mean: a prompt with fewer than k scored responses is in no pass@k and maj@k.
+mean: a prompt with fewer than k scored responses is in no figure of k.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from rolecall.algorithms.best_and_worst import best_and_worst_at_k, is_graded
 from rolecall.algorithms.pass_and_majority import majority_at_k, pass_at_k, subset_sizes
 from rolecall.data.dataset import load_prompts
 from rolecall.errors import RoleCallError, UnavailableError
@@ -309,13 +310,15 @@ class Evaluation:
 def _summarise_prompts(
     prefix: str, num_responses: int, solved_at: float, scored: dict[str, Score], metrics: Metrics
 ) -> None:
-    """mean@n with its standard error, and pass@k and maj@k by k, each a mean over prompts. maj@k only where the scorer
-    named an answer to anything in the set.
+    """mean@n with its standard error, and pass@k, maj@k, best@k and worst@k by k, each a mean over prompts. maj@k only
+    where the scorer named an answer to anything in the set; best@k and worst@k only of several responses, and where
+    some reward in the set is neither 0 nor 1.
     """
     by_prompt: dict[str, list[Score]] = {}
     for id, score in scored.items():
         by_prompt.setdefault(id.rpartition("/")[0], []).append(score)
     votes = any(score.answer is not None for score in scored.values())
+    graded = num_responses > 1 and is_graded(np.array([score.total for score in scored.values()]))
     shares = list[float]()
     for scores in by_prompt.values():
         solved_N = np.array([score.reaches(solved_at) for score in scores])
@@ -327,6 +330,11 @@ def _summarise_prompts(
         if votes:
             for k, chance in majority_at_k([score.answer for score in scores], solved_N, sizes).items():
                 metrics.mean(f"{prefix}/maj@{k}", chance)
+        if graded:
+            rewards_N = np.array([score.total for score in scores])
+            for k, (best, worst) in best_and_worst_at_k(rewards_N, sizes).items():
+                metrics.mean(f"{prefix}/best@{k}", best)
+                metrics.mean(f"{prefix}/worst@{k}", worst)
     if len(shares) > 1:
         metrics.max(f"{prefix}/standard_error", stdev(shares) / math.sqrt(len(shares)))
 

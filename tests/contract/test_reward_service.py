@@ -529,7 +529,7 @@ async def test_the_controllers_client_is_made_from_the_configuration(start_servi
     await channel.close()
 
 
-@pytest.mark.parametrize("name", ["mean", "time_s", "pass@1"])
+@pytest.mark.parametrize("name", ["mean", "time_s", "pass@1", "worst@4"])
 async def test_a_whole_reward_whose_component_is_called_as_a_metric_is_refused_and_not_under_a_prefix(
     start_service: StartService, name: str
 ) -> None:

@@ -123,6 +123,24 @@ async def test_what_tokens_earn_is_reported_and_is_no_success(make_settings: Cal
     assert (values["eval/held/reward"], values["eval/held/accuracy"]) == (1.25, 0.0)
 
 
+async def test_the_best_and_the_worst_are_reported_of_graded_rewards_alone(
+    make_settings: Callable[..., RunSettings],
+) -> None:
+    class Grading(Scorer):
+        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
+            return [Score(0.25 * int(item.id.rpartition("/")[2])) for item in items]
+
+    figures = {f"eval/held/{kind}@{k}" for kind in ("best", "worst") for k in (1, 2)}
+    values = await evaluated(make_settings, Replica("r.0"), scorer=Grading())
+    assert {name: values[name] for name in figures} == {
+        "eval/held/best@1": 0.125,
+        "eval/held/best@2": 0.25,
+        "eval/held/worst@1": 0.125,
+        "eval/held/worst@2": 0.0,
+    }
+    assert not figures & (await evaluated(make_settings, Replica("r.0"))).keys()
+
+
 async def test_only_rollouts_that_hold_the_version_are_asked(make_settings: Callable[..., RunSettings]) -> None:
     old, new = Replica("r.0", policy_version=VERSION - 1), Replica("r.1")
     values = await evaluated(make_settings, old, new)

@@ -1,4 +1,4 @@
-"""pass@k and maj@k: tables worked by hand, and every subset enumerated."""
+"""pass@k and maj@k, best@k and worst@k: tables worked by hand, and every subset enumerated."""
 
 from collections import Counter
 from itertools import combinations
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rolecall.algorithms.best_and_worst import best_and_worst_at_k, is_graded
 from rolecall.algorithms.pass_and_majority import MAX_EXACT, majority_at_k, pass_at_k, subset_sizes
 
 
@@ -107,3 +108,44 @@ def test_of_all_responses_the_most_frequent_answer_wins(times: int) -> None:
     solved = np.array([answer == "a" for answer in answers])
     assert majority_at_k(answers, solved, [len(answers)])[len(answers)] == pytest.approx(1.0)
     assert majority_at_k([None] * 40 * times, np.zeros(40 * times, bool), [1, 40]) == {1: 0.0, 40: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        # Pairs of 0, 1/4, 1: the largest 1/4, 1, 1, the smallest 0, 0, 1/4.
+        ([1.0, 0.0, 0.25], {1: (1.25 / 3, 1.25 / 3), 2: (0.75, 0.25 / 3), 3: (1.0, 0.0)}),
+        ([0.5, 0.5], {1: (0.5, 0.5), 2: (0.5, 0.5)}),
+        ([-2.0], {1: (-2.0, -2.0)}),
+        ([0.0] * 999 + [1.0], {500: (0.5, 0.0)}),  # one is in half of the halves
+    ],
+)
+def test_best_and_worst_at_k_by_hand(rewards: list[float], expected: dict[int, tuple[float, float]]) -> None:
+    found = best_and_worst_at_k(np.array(rewards), expected)
+    assert found.keys() == expected.keys()
+    for k, both in expected.items():
+        assert found[k] == pytest.approx(both, abs=1e-12)
+
+
+@given(st.lists(st.sampled_from([-1.0, 0.0, 0.3, 0.5, 1.0, 7.25]), min_size=1, max_size=9))
+def test_best_and_worst_at_k_are_the_means_over_all_subsets(rewards: list[float]) -> None:
+    sizes = range(1, len(rewards) + 1)
+    found = best_and_worst_at_k(np.array(rewards), sizes)
+    for k in sizes:
+        chosen = list(combinations(rewards, k))
+        assert found[k] == pytest.approx((fmean(map(max, chosen)), fmean(map(min, chosen))), abs=1e-9)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
+def test_the_best_of_right_and_wrong_is_pass_at_k(solved: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(solved)))
+    best, _ = best_and_worst_at_k(np.array(solved, np.float64), [k])[k]
+    assert best == pytest.approx(pass_at_k(len(solved), sum(solved), k), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "graded"),
+    [([0.0, 1.0, 1.0 - 2**-53], False), ([0.0, 0.5], True), ([-1.0, 1.0], True), ([], False)],
+)
+def test_rewards_are_graded_where_one_is_neither_right_nor_wrong(rewards: list[float], graded: bool) -> None:
+    assert is_graded(np.array(rewards)) is graded
