@@ -150,12 +150,10 @@ def _data(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[It
     yield _prompts(settings, tokenizer, "data.train", settings.data.train, "", train)
     yield store(settings, train)
     for name, section in settings.evaluation.sets.items():
-        when = (
-            f"every {settings.evaluation.every_steps} steps and at the end"
-            if settings.evaluation.every_steps
-            else "and at the end"
-        )
-        about = f", {section.num_responses} response(s) at temperature {section.temperature}, at step 0, {when}"
+        times = ["at step 0"] if settings.evaluation.at_start else []
+        times += [f"every {settings.evaluation.every_steps} steps"] if settings.evaluation.every_steps else []
+        when = " and ".join(filter(None, (", ".join(times), "at the end")))
+        about = f", {section.num_responses} response(s) at temperature {section.temperature}, {when}"
         if settings.evaluation.beside:
             about += ", beside the next step, whose publish waits"
         yield _prompts(settings, tokenizer, f"evaluation.sets.{name}.path", section.path, about, [])

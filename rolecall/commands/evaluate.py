@@ -77,6 +77,7 @@ def evaluation_settings(
     for name in ("optimizer", "lora", "router_replay"):
         sections.get("actor", {}).pop(name, None)
     sections.get("sampling", {}).pop("num_responses", None)
+    sections["evaluation"].pop("at_start", None)
     sections["run"] = {
         "name": run.get("name"),
         "seed": run.get("seed", 0),

@@ -164,6 +164,8 @@ class EvaluationSet(Section):
 class EvaluationSection(Section):
     """Evaluation at step 0, every k steps and at the end, on pinned weights."""
 
+    at_start: bool = True
+    """Whether the model that the run starts from is evaluated, at step 0."""
     every_steps: NonNegativeInt = 0
     """Steps between evaluations; 0 evaluates only at step 0 and at the end."""
     beside: bool = False

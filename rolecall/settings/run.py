@@ -526,7 +526,12 @@ class RunSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _evaluation_has_rollouts(self) -> Self:
+    def _evaluation_takes_place(self) -> Self:
+        if not (self.evaluation.at_start or self.run.num_steps):
+            raise ValueError(
+                "evaluation.at_start: a run of no steps is its evaluation, at step 0, which this leaves out; remove "
+                "it, or raise run.num_steps"
+            )
         if self.evaluation.beside and self.takes_shifts:
             raise ValueError(
                 "evaluation.beside: rollouts sleep while the trainers work (rollout.sleep_mode, which follows from "

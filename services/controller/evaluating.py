@@ -34,7 +34,8 @@ class Evaluations:
         the last of them did not get to it. `bring` as in `over`.
         """
         section, num_steps = self._parts.settings.evaluation, self._parts.settings.run.num_steps
-        due = step in (0, num_steps) or (section.every_steps and step % section.every_steps == 0)
+        at_interval = section.every_steps > 0 and step % section.every_steps == 0
+        due = section.at_start if step == 0 else at_interval or step == num_steps
         if not due or self._parts.board.evaluated_step == step or self._is_ending:
             return
         self._under_way = asyncio.create_task(self._evaluate(step), name=f"step {step}")

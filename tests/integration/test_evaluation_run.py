@@ -129,6 +129,16 @@ async def test_a_run_of_no_steps_evaluates_and_trains_nothing(
     assert {"eval/many/mean@2", "eval/many/pass@2", "eval/many/maj@2"} <= line.keys()
 
 
+@pytest.mark.parametrize("every_steps", [0, 1])
+async def test_the_evaluation_of_the_start_is_left_out_where_it_is_not_wanted(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings, every_steps: int
+) -> None:
+    section = {**beside(tmp_path), "every_steps": every_steps, "at_start": False}
+    async with twin_run(store, tmp_path, make_settings, run={"num_steps": 2}, evaluation=section) as run:
+        await run.to_the_end("rollout-0")
+        assert evaluated_steps(run) == ({1: 0, 2: 0} if every_steps else {2: 0})
+
+
 def beside(folder: Path, num_prompts: int = 3) -> dict[str, Any]:
     """The section of an evaluation after every step, beside the next."""
     (folder / "held.jsonl").write_text('{"prompt": "held", "ground_truth": "1"}\n' * num_prompts)

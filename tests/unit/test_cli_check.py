@@ -267,6 +267,25 @@ def test_an_evaluation_beside_the_steps_is_said(config: Path) -> None:
         assert ("beside the next step, whose publish waits" in text) is is_said
 
 
+def test_when_held_out_sets_are_evaluated_is_said(config: Path) -> None:
+    (config.parent / "held.jsonl").write_text('{"prompt": "1 + 1", "ground_truth": "2"}\n')
+
+    def told(*keys: str) -> str:
+        return findings(
+            load_settings(config, [f"evaluation={{{', '.join(['sets: {held: {path: held.jsonl}}', *keys])}}}"])
+        )[1]
+
+    assert "temperature 0.0, at step 0 and at the end\n" in told()
+    assert "temperature 0.0, at step 0, every 5 steps and at the end\n" in told("every_steps: 5")
+    assert "temperature 0.0, every 5 steps and at the end\n" in told("every_steps: 5", "at_start: false")
+    assert "temperature 0.0, at the end\n" in told("at_start: false")
+
+
+def test_a_run_of_no_steps_evaluates_what_it_starts_from(config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"evaluation\.at_start: a run of no steps is its evaluation, at step 0"):
+        load_settings(config, ["run.num_steps=0", "evaluation.at_start=false"])
+
+
 def test_responses_to_held_out_prompts_that_the_model_s_length_ends_are_told(config: Path) -> None:
     longer = "evaluation.sets={held: {path: train.jsonl, max_tokens: 2000}}"
     code, text = findings(load_settings(config, [longer]))

@@ -18,7 +18,7 @@ TREE: dict[str, dict[str, Any]] = {
     "run": {"name": "big", "dir": "run", "num_steps": 100, "seed": 7, "checkpoint_url": "s3://bucket/big"},
     "model": {"path": "base", "dtype": "float32"},
     "data": {"train": "train.jsonl"},
-    "evaluation": {"sets": {"held": {"path": "held.jsonl", "num_responses": 4, "temperature": 1.0}}, "every_steps": 5},
+    "evaluation": {"sets": {"held": {"path": "held.jsonl", "num_responses": 4, "temperature": 1.0}}, "at_start": False},
     "algorithm": {"groups_per_batch": 8, "advantage": {"kind": "gae"}},
     "critic": {},
     "actor": {"optimizer": {"schedule": "wsd", "decay_steps": 50}, "lora": {"rank": 8}},
@@ -37,7 +37,7 @@ def settings(folder: Path, *overrides: str, **sections: dict[str, Any]) -> RunSe
 
 def test_what_belongs_to_training_is_left_out(tmp_path: Path) -> None:
     made = settings(tmp_path, "evaluation.sets.held.num_responses=2")
-    assert made.run.num_steps == 0
+    assert (made.run.num_steps, made.evaluation.at_start) == (0, True)
     assert (made.run.name, made.run.seed, made.run.dir) == ("big", 7, tmp_path / "out")
     assert made.run.checkpoints == str(tmp_path / "out" / "checkpoints"), "the run's own stay as they are"
     assert (made.model.path, made.model.dtype) == (tmp_path / "trained", "float32")
