@@ -47,6 +47,11 @@ _OF_BOTH = (
         "they say how tools and conversations are shown",
         lambda settings: [_of_file(file) for file in sorted(settings.model.path.glob(_NAMED_TEMPLATES))],
     ),
+    Fixed(
+        "model.chat_template",
+        "it says how conversations are shown",
+        lambda settings: settings.model.chat_template and _of_file(settings.model.chat_template),
+    ),
     Fixed("data.train", "the place in the data is a number of rows", lambda settings: _of_files(settings.data.train)),
     Fixed("data.prompt_field", "it says what the prompts are", lambda settings: settings.data.prompt_field),
     Fixed("data.system_prompt", "it says what the prompts are", lambda settings: settings.data.system_prompt),

@@ -88,10 +88,10 @@ def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
     """Everything that is wrong, a sentence each; what is well is written to `out`."""
     problems: list[str] = []
     found: dict[str, Any] = {}
-    kwargs = settings.model.chat_template_kwargs
-    for name, read in (("facts", read_model), ("tokenizer", lambda path: ChatTokenizer(path, kwargs))):
+    model = settings.model
+    for name, read in (("facts", lambda: read_model(model.path)), ("tokenizer", lambda: ChatTokenizer.of(model))):
         try:
-            found[name] = read(settings.model.path)
+            found[name] = read()
         except RoleCallError as error:
             problems.append(error.message)
     facts: ModelFacts | None = found.get("facts")
@@ -304,6 +304,9 @@ def _fit(settings: RunSettings, tokenizer: ChatTokenizer) -> Iterator[str]:
         yield from _adapters(settings, settings.critic.lora, settings.critic.path or settings.model.path, "critic.lora")
     known = vocab_size(settings.model.path)
     yield f"tokenizer: ids up to {tokenizer.num_ids - 1}, the model knows {known}"
+    if settings.model.chat_template is not None:
+        place = "in place of the tokenizer's own" if tokenizer.replaces_template else "the tokenizer has none"
+        yield f"chat template: model.chat_template {settings.model.chat_template}, {place}; checkpoints hold it"
     distillation = settings.algorithm.distillation
     if distillation is not None and distillation.top_k is not None and distillation.top_k >= known:
         raise ConfigError(

@@ -54,7 +54,7 @@ def require(settings: SftSettings) -> None:
     if (lora := adapters_to_begin_with(settings, settings.actor.lora)) is not None:
         num_adapter_parameters(path, lora)
         check_start(lora, path)
-    tokenizer = ChatTokenizer(path, settings.model.chat_template_kwargs)
+    tokenizer = ChatTokenizer.of(settings.model)
     check_tokenizer(path, tokenizer.num_ids)
     end = end_of_response(path, tokenizer)
     longest = max_model_tokens(path)

@@ -14,9 +14,12 @@ from typing import Any
 
 from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.settings import ModelSection
 
 _JSON_FILES = ("tokenizer.json", "tokenizer_config.json")
-_FILES = (*_JSON_FILES, "chat_template.jinja")
+TEMPLATE = "chat_template.jinja"
+"""File of a tokenizer's chat template."""
+_FILES = (*_JSON_FILES, TEMPLATE)
 NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 """Files of a tokenizer's further chat templates, such as one for tools, which the library takes by their names."""
 
@@ -24,9 +27,15 @@ NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 class ChatTokenizer:
     """A Hugging Face tokenizer with a chat template."""
 
-    def __init__(self, path: Path, template_kwargs: Mapping[str, Any] = {}) -> None:
+    @classmethod
+    def of(cls, model: ModelSection) -> "ChatTokenizer":
+        """The tokenizer that a run renders its prompts by. ConfigError names what it lacks."""
+        return cls(model.path, model.chat_template_kwargs, model.chat_template)
+
+    def __init__(self, path: Path, template_kwargs: Mapping[str, Any] = {}, template: Path | None = None) -> None:
         """Loads from the model directory `path`. `template_kwargs`: what the template is given besides conversations
-        (model.chat_template_kwargs). ConfigError names what it lacks.
+        (model.chat_template_kwargs); `template`: the file of one that takes the place of all that the tokenizer has
+        (model.chat_template). ConfigError names what it lacks.
         """
         if not (path / "tokenizer.json").is_file():
             raise ConfigError(
@@ -45,14 +54,22 @@ class ChatTokenizer:
                 f"model.path {path}: transformers cannot load its tokenizer ({type(error).__name__}: {error}); save it "
                 "again with save_pretrained"
             ) from error
+        own, self._template_name = read_template(template), "the chat template"
+        self.replaces_template = own is not None and bool(self.backend.chat_template)
+        """Whether the tokenizer has chat templates that a file took the place of."""
+        if own is not None:
+            self.backend.chat_template, self._template_name = own, f"the chat template {template}"
         if not self.backend.chat_template:
             raise ConfigError(
-                f"model.path {path}: the tokenizer has no chat template; set tokenizer.chat_template and save it"
+                f"model.path {path}: the tokenizer has no chat template; name a file of one as model.chat_template, or "
+                "set tokenizer.chat_template and save it"
             )
         files = [path / name for name in _FILES if (path / name).is_file()]
         digests = [hashlib.sha256(file.read_bytes()).digest() for file in files]
         for file in sorted(path.glob(NAMED_TEMPLATES)):
             digests += [hashlib.sha256(part).digest() for part in (file.name.encode(), file.read_bytes())]
+        if own is not None:
+            digests.append(hashlib.sha256(own.encode()).digest())
         if template_kwargs:
             digests.append(hashlib.sha256(json.dumps(template_kwargs, sort_keys=True).encode()).digest())
         self.digest = hashlib.sha256(b"".join(digests)).hexdigest()
@@ -86,7 +103,8 @@ class ChatTokenizer:
         except Exception as error:  # the entry point of a template, which is somebody's code
             roles = ", ".join(message["role"] for message in messages)
             raise InvalidInputError(
-                f"the chat template cannot render the turns {roles} ({error}); mend the conversation or the template"
+                f"{self._template_name} cannot render the turns {roles} ({error}); mend the conversation or the "
+                "template"
             ) from error
 
     def encode(self, text: str) -> list[int]:
@@ -146,6 +164,19 @@ class ChatTokenizer:
     def num_ids(self) -> int:
         """One more than the greatest id it can make; with gaps among the ids more than `vocab_size`."""
         return max(self.backend.get_vocab().values(), default=-1) + 1
+
+
+def read_template(path: Path | None) -> str | None:
+    """The text of the chat template that a run names (model.chat_template); None where it names none. ConfigError."""
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.chat_template: cannot read {path}: {error}; name a file of Jinja text") from error
+    if not text.strip():
+        raise ConfigError(f"model.chat_template: {path} is empty; name a file of Jinja text")
+    return text
 
 
 def _check_json(path: Path) -> None:

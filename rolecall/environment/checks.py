@@ -118,7 +118,7 @@ def environment_fits(settings: RunSettings) -> Callable[[grpc.aio.Channel], Awai
                     f"at a time; raise it, or lower {setting}"
                 )
         _check_reward(settings, spec)
-        continuation = Continuation(ChatTokenizer(settings.model.path, settings.model.chat_template_kwargs))
+        continuation = Continuation(ChatTokenizer.of(settings.model))
         for role in roles_of(spec):
             if (unfit := continuation.refusal(role)) is not None:
                 raise ConfigError(f"is environment {spec.name!r}, which speaks as {role!r}: the chat template {unfit}")

@@ -85,7 +85,7 @@ class ModelSection(Section):
     """The policy everyone starts from."""
 
     path: ConfigPath
-    """Hugging Face model directory (config.json, *.safetensors, tokenizer with a chat template)."""
+    """Hugging Face model directory (config.json, *.safetensors, tokenizer)."""
     dtype: Dtype = "bfloat16"
     """Type that weights are computed in and published in. The optimizer's master weights are float32. float16
     rounds eight times more finely than bfloat16, which brings sampler and trainer together (Qi et al. 2025,
@@ -95,6 +95,10 @@ class ModelSection(Section):
     """Type that logits are computed in, by trainers, references and rollouts alike. `float32`: the output layer's
     products of bfloat16 weights and hidden states are not rounded, by up to 0.06 on logits from 16 on, at the price of
     computing them again in the backward pass.
+    """
+    chat_template: ConfigPath | None = None
+    """File of a Jinja chat template by which prompts are rendered, in place of all that the tokenizer has. Checkpoints
+    and exports hold it in their place. Absent: the tokenizer's.
     """
     chat_template_kwargs: Annotated[dict[str, JsonValue], AfterValidator(_the_templates_own)] = {}
     """What the chat template is given besides the conversation and its tools, as {enable_thinking: false}: everywhere

@@ -20,6 +20,8 @@ class EngineOptions:
 
     path: Path
     """Model directory."""
+    chat_template: str | None = None
+    """Kept in checkpoints in place of the chat templates in `path`; None: those."""
     head: Head
     """What the model says of each token."""
     dtype: Dtype

@@ -68,7 +68,7 @@ def wire(settings: RunSettings) -> Wiring:
     threads, connection = StoreThreads(), connect(settings.store)
     ledger = Ledger(connection, settings.run.name)
     fleet = Fleet(settings, ledger, threads)
-    tokenizer = ChatTokenizer(settings.model.path, settings.model.chat_template_kwargs)
+    tokenizer = ChatTokenizer.of(settings.model)
     renderer = PromptRenderer(tokenizer, settings.data.max_prompt_tokens)
     reward, reward_channel = open_client(settings.reward, _address("reward", settings.reward.address), settings.rpc)
     references, channels = _references(settings)

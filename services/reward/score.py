@@ -80,7 +80,7 @@ def items_of(settings: RunSettings, file: Path, field: str) -> list[reward_pb2.S
     """
     if not file.is_file():
         raise ConfigError(f"FILE: {file} is no file; name one of rows with responses, .jsonl or .parquet")
-    tokenizer = ChatTokenizer(settings.model.path, settings.model.chat_template_kwargs)
+    tokenizer = ChatTokenizer.of(settings.model)
     prompts = load_prompts(file, settings.data, settings.reward)
     # as they were written: the field may be that of the prompt or the truth, or one that data.preprocess drops
     rows = {where: row for _, _, where, row in rows_of(file, "FILE")}

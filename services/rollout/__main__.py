@@ -52,7 +52,7 @@ async def _main(args: ServiceArgs) -> None:
     settings, consumer = args.settings, f"{args.worker}.{args.incarnation}"
     telemetry.configure(settings.telemetry, "rollout", args.worker, run=settings.run.name, rpc=settings.rpc)
     config = configure(settings, args.worker, machine_cores())
-    tokenizer = ChatTokenizer(config.model_path, settings.model.chat_template_kwargs)
+    tokenizer = ChatTokenizer.of(settings.model)
     check_tokenizer(config.model_path, tokenizer.num_ids)
     connection = await asyncio.to_thread(connect, settings.store, verify=False)
     fence = Fence(lambda: read_ctl(connection, settings.run.name))

@@ -65,6 +65,15 @@ def test_an_export_has_every_chat_template_of_its_tokenizer(tmp_path: Path) -> N
     assert ChatTokenizer(source).digest != ChatTokenizer(model).digest
 
 
+def test_an_export_has_the_run_s_own_chat_template_in_place_of_all_others(tmp_path: Path) -> None:
+    source = write_qwen3(tmp_path / "source")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": "theirs", "tool_use": "theirs, with tools"}
+    tokenizer.save_pretrained(source)
+    save(make_engine(source, chat_template="mine"), tmp_path / "checkpoint")
+    assert AutoTokenizer.from_pretrained(exported(tmp_path / "checkpoint")).chat_template == "mine"
+
+
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_an_export_is_loaded_as_it_was_written_whatever_the_source_says(tmp_path: Path, dtype: str | None) -> None:
     source = write_qwen3(tmp_path / "source", dtype=torch.bfloat16)

@@ -138,9 +138,12 @@ def test_its_checkpoint_becomes_the_model_of_a_run(whole: tuple[Path, str], data
 
 
 def test_every_turn_of_conversations_with_tools_is_learned(tmp_path: Path) -> None:
-    """Two questions each, of which the second begins a segment; held to Hugging Face's own log-probabilities."""
+    """Two questions each, of which the second begins a segment; held to Hugging Face's own log-probabilities. The base
+    has no chat template, and what is exported has the one that was named.
+    """
     model = write_qwen3(tmp_path / "dense", hidden=32)
-    write_tokenizer(model, QWEN3_TEMPLATE)
+    (model / "chat_template.jinja").unlink()
+    (tmp_path / "qwen3.jinja").write_text(QWEN3_TEMPLATE)
     tools = [{"type": "function", "function": {"name": "sort", "parameters": {"type": "object"}}}]
     rows, rng = [], random.Random(1)
     for _ in range(16):
@@ -158,7 +161,8 @@ def test_every_turn_of_conversations_with_tools_is_learned(tmp_path: Path) -> No
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
     config = write_config(tmp_path / "job", model, tmp_path, aggregation="seq_mean_token_mean")
-    sft(config, "--data.max_tokens=500", "--actor.token_budget=1500", "--data.batch_size=4")
+    named = f"--model.chat_template={tmp_path / 'qwen3.jinja'}"
+    sft(config, named, "--data.max_tokens=500", "--actor.token_budget=1500", "--data.batch_size=4")
     losses = metrics_of(config, "sft/loss")
     assert losses[NUM_STEPS] < losses[1] - 0.5
     exported(config)

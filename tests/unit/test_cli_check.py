@@ -267,6 +267,40 @@ def test_an_evaluation_beside_the_steps_is_said(config: Path) -> None:
         assert ("beside the next step, whose publish waits" in text) is is_said
 
 
+def test_a_chat_template_of_the_run_s_own_is_rendered_and_told(config: Path) -> None:
+    own = config.parent / "own.jinja"
+    own.write_text("{% for message in messages %}{{ message.content | replace('2', '3') }}!{% endfor %}")
+    code, text = findings(load_settings(config, ["model.chat_template=own.jinja"]))
+    assert code == 0, text
+    assert f"chat template: model.chat_template {own}, in place of the tokenizer's own; checkpoints hold it\n" in text
+    assert "tokens as rendered: '3 + 3!'" in text
+    (config.parent / "model" / "chat_template.jinja").unlink()
+    code, text = findings(load_settings(config, ["model.chat_template=own.jinja"]))
+    assert code == 0, text
+    assert f"chat template: model.chat_template {own}, the tokenizer has none; checkpoints hold it\n" in text
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (None, "model.chat_template: cannot read {own}: [Errno 2] No such file or directory"),
+        (b"\xff", "model.chat_template: cannot read {own}: 'utf-8' codec can't decode byte 0xff"),
+        (b" \n", "model.chat_template: {own} is empty; name a file of Jinja text"),
+        (b"{% for", "line 1: the chat template {own} cannot render the turns user (unexpected 'end of template'"),
+        (b"{{ raise_exception('no user') }}", "line 1: the chat template {own} cannot render the turns user (no user)"),
+    ],
+)
+def test_a_chat_template_that_renders_nothing_is_refused_by_its_file(
+    config: Path, written: bytes | None, told: str
+) -> None:
+    own = config.parent / "own.jinja"
+    if written is not None:
+        own.write_bytes(written)
+    code, text = findings(load_settings(config, ["model.chat_template=own.jinja"]))
+    assert code == 2
+    assert told.format(own=own) in text
+
+
 def test_when_held_out_sets_are_evaluated_is_said(config: Path) -> None:
     (config.parent / "held.jsonl").write_text('{"prompt": "1 + 1", "ground_truth": "2"}\n')
 

@@ -153,3 +153,26 @@ def test_what_the_template_is_given_is_rendered_everywhere_and_is_part_of_the_di
     assert quiet.digest != ChatTokenizer(tmp_path).digest == ChatTokenizer(tmp_path, {}).digest
     with pytest.raises(ValidationError, match="tools is decided by the run"):
         settings(tmp_path, {"kind": "environment"}, model={"chat_template_kwargs": {"tools": []}})
+
+
+def test_a_template_of_the_run_s_own_goes_before_all_of_the_tokenizer_s_and_is_part_of_the_digest(
+    tmp_path: Path,
+) -> None:
+    template = "{% if tools %}with tools: {% endif %}{{ messages[0].content }}"
+    fast = write_tokenizer(tmp_path)
+    fast.chat_template = {"default": template, "tool_use": "another {{ messages[0].content }}"}
+    fast.save_pretrained(tmp_path)
+    own = tmp_path / "own.jinja"
+    own.write_text(f"{'{# mine #}'}{template}")
+    run = settings(
+        tmp_path,
+        {"kind": "environment"},
+        environment=ADDRESS,
+        model={"path": str(tmp_path), "chat_template": str(own)},
+    )
+    mine, theirs = ChatTokenizer.of(run.model), ChatTokenizer(tmp_path)
+    asked, tools = [{"role": "user", "content": "a"}], [{"type": "function"}]
+    assert (mine.render(asked, tools=tools), theirs.render(asked, tools=tools)) == ("with tools: a", "another a")
+    assert mine.digest != theirs.digest
+    own.write_text(template)
+    assert ChatTokenizer.of(run.model).digest not in (mine.digest, theirs.digest)

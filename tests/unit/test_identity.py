@@ -124,6 +124,24 @@ def test_another_template_for_tools_is_refused_where_the_release_that_began_kept
     settle(settings)
 
 
+def test_another_chat_template_is_refused_and_the_same_one_may_move(
+    tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    def own(name: str, text: str) -> RunSettings:
+        (tmp_path / name).write_text(text)
+        return make_settings(model={"path": str(tmp_path / "model"), "chat_template": str(tmp_path / name)})
+
+    write_model(tmp_path / "model")
+    write_data(tmp_path, DATA)
+    (tmp_path / "run").mkdir()
+    settle(own("a.jinja", "{{ messages }}"))
+    settle(own("b.jinja", "{{ messages }}"))
+    with pytest.raises(ConfigError, match=r"another model\.chat_template \(it says how conversations are shown"):
+        settle(own("a.jinja", "{{ messages }}!"))
+    with pytest.raises(ConfigError, match=r"another model\.chat_template"):
+        settle(make_settings())
+
+
 def test_everything_that_changed_is_named_at_once(begin: MakeSettings, tmp_path: Path) -> None:
     write_data(tmp_path, DATA[:1])
     with pytest.raises(ConfigError, match=r"another data\.train \(.*\), another sampling\.num_responses \("):

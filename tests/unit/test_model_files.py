@@ -102,7 +102,10 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
         "tokenizer.json: Expecting ':' delimiter: line 1 column 11 (char 10); save the tokenizer again with "
         "save_pretrained",
     ),
-    (without("chat_template.jinja"), ": the tokenizer has no chat template; set tokenizer.chat_template and save it"),
+    (
+        without("chat_template.jinja"),
+        ": the tokenizer has no chat template; name a file of one as model.chat_template",
+    ),
     (write("chat_template.jinja", b"{% for"), "line 1: the chat template cannot render the turns user ("),
     (
         edit("config.json", eos_token_id=None),

@@ -402,6 +402,7 @@ class FsdpEngine:
             },
             dtype=options.dtype,
             source=options.path,
+            chat_template=options.chat_template,
         )
 
     def _parts(self) -> dict[str, checkpoint.Part]:

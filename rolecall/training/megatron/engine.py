@@ -293,6 +293,7 @@ class MegatronEngine:
             notes={"head": self._options.head, "lora": None, "base": None},
             dtype=self._options.dtype,
             source=self._options.path,
+            chat_template=self._options.chat_template,
         )
 
     def _kinds(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rolecall.data.sft_examples import TokenizedExamples, end_of_response, load_examples, tokenize
-from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.data.tokenizer import ChatTokenizer, read_template
 from rolecall.errors import ConfigError, WorkerLostError
 from rolecall.identity import adapters_to_begin_with
 from rolecall.settings import SftSettings
@@ -70,7 +70,7 @@ class SftRank:
         """Reads the data and loads the model; a collective. ConfigError. `lost` ends the process."""
         self._settings = settings
         run, actor = settings.run, settings.actor
-        self._tokenizer = ChatTokenizer(settings.model.path, settings.model.chat_template_kwargs)
+        self._tokenizer = ChatTokenizer.of(settings.model)
         self._examples, self._heldout = _read(settings, self._tokenizer)
         batches = Batches(
             len(self._examples.rows), settings.data.batch_size, seed=run.seed, shuffle=settings.data.shuffle
@@ -85,6 +85,7 @@ class SftRank:
             )
         options = EngineOptions(
             path=settings.model.path,
+            chat_template=read_template(settings.model.chat_template),
             head="policy",
             dtype=settings.model.dtype,
             float32_logits=settings.model.head_dtype == "float32",

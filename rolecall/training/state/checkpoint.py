@@ -26,6 +26,7 @@ import torch
 
 from rolecall.checkpoint.manifest import StoredFile, store
 from rolecall.checkpoint.storage import Storage
+from rolecall.data.tokenizer import TEMPLATE
 from rolecall.disk import writing
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, WorkerLostError
 from rolecall.training.model.box import Box
@@ -90,6 +91,8 @@ class State:
     """What the model computes in and is exported in."""
     source: Path
     """Model directory."""
+    chat_template: str | None = None
+    """Kept in place of its chat templates."""
 
 
 class Snapshot:
@@ -109,7 +112,7 @@ class Snapshot:
         self._progressed = progressed
         parts = state.parts()
         self._rank = rank
-        self._source = state.source
+        self._source, self._chat_template = state.source, state.chat_template
         self._parts = {key: part for key, part in parts.items() if part.is_first and not part.box.empty}
         self._tensors: dict[str, torch.Tensor] = {}
         boxes = {key: (part.box.start, part.box.shape) for key, part in self._parts.items()}
@@ -154,6 +157,9 @@ class Snapshot:
             **{f"{MODEL}/{name}": _copy_of(path) for name, path in companions(self._source).items()},
             **{name: _text(data) for name, data in more.items()},
         }
+        if self._chat_template is not None:
+            files = {name: produce for name, produce in files.items() if not name.endswith(".jinja")}
+            files[f"{MODEL}/{TEMPLATE}"] = _text(self._chat_template.encode())
         files[INDEX] = _text(json.dumps(self._index, indent=1).encode())
         with writing("write a checkpoint to", Path(storage.url)):
             return (*everyone, *(store(storage, name, produce) for name, produce in files.items()))

@@ -13,6 +13,7 @@ from typing import Literal
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported, though not in __all__
 from torch.distributed.rendezvous import rendezvous
 
+from rolecall.data.tokenizer import read_template
 from rolecall.errors import ConfigError
 from rolecall.settings import (
     ActorSection,
@@ -56,6 +57,7 @@ def start_store_context(
     actor = settings.actor
     options = EngineOptions(
         path=path,
+        chat_template=read_template(settings.model.chat_template) if optimizer is not None else None,
         head=head,
         dtype=settings.model.dtype,
         float32_logits=settings.model.head_dtype == "float32",
