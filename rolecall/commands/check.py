@@ -148,6 +148,7 @@ def _run(settings: RunSettings) -> Iterator[str]:
 def _data(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[Iterator[str]]:
     train: list[RawPrompt] = []
     yield _prompts(settings, tokenizer, "data.train", settings.data.train, "", train)
+    yield _epochs(settings, train)
     yield store(settings, train)
     for name, section in settings.evaluation.sets.items():
         times = ["at step 0"] if settings.evaluation.at_start else []
@@ -194,6 +195,16 @@ def _prompts(
             f"{setting}: all {too_long} prompts of {names} have more tokens than data.max_prompt_tokens {bound}, the "
             f"shortest {min(lengths)}; "
             "raise it or shorten the prompts"
+        )
+
+
+def _epochs(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
+    """How often the run goes through the training prompts; nothing where they could not be read."""
+    steps, groups = settings.run.num_steps, settings.algorithm.groups_per_batch
+    if prompts and steps:
+        yield (
+            f"  {steps} steps of {groups} groups are {steps * groups / len(prompts):.3g} epochs of these prompts, more "
+            "where groups are dropped or prompts are left out"
         )
 
 

@@ -65,7 +65,9 @@ class RunSection(JobSection):
     """The run: its name, its directory and its length."""
 
     num_steps: NonNegativeInt
-    """Train batches to apply; with 0 the run is its evaluation of the model, and leaves no checkpoint."""
+    """Train batches to apply; with 0 the run is its evaluation of the model, and leaves no checkpoint. `rolecall check`
+    says how many epochs they are.
+    """
     deterministic: bool = False
     """Whether a run that is made again ends in the same weights, bit for bit, whoever was killed in it: nothing depends
     on which responses are computed together. On CPUs rollouts then compute one response at a time, on GPUs by kernels

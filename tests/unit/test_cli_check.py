@@ -301,6 +301,15 @@ def test_a_chat_template_that_renders_nothing_is_refused_by_its_file(
     assert told.format(own=own) in text
 
 
+def test_the_epochs_of_the_run_are_told(config: Path) -> None:
+    (config.parent / "train.jsonl").write_text('{"prompt": "2 + 2", "ground_truth": "4"}\n' * 8)
+    _, text = findings(load_settings(config, ["run.num_steps=10"]))
+    assert "10 steps of 2 groups are 2.5 epochs of these prompts, more where groups are dropped or prompts" in text
+    assert " epochs " not in findings(load_settings(config, ["run.num_steps=0"]))[1]
+    _, text = findings(load_settings(config, ["data.train=elsewhere.jsonl"]))
+    assert " epochs " not in text
+
+
 def test_when_held_out_sets_are_evaluated_is_said(config: Path) -> None:
     (config.parent / "held.jsonl").write_text('{"prompt": "1 + 1", "ground_truth": "2"}\n')
 
