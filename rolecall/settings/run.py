@@ -1,5 +1,6 @@
 """The whole file: all sections, and the checks that need more than one of them."""
 
+import re
 from typing import Any, Self
 
 from pydantic import PrivateAttr, field_validator, model_validator
@@ -42,6 +43,11 @@ from rolecall.settings.trainers import (
 
 MAX_SET_NAME_CHARS = 200
 """Characters of a held-out set's name where sessions of an environment are named after it: those have up to 512."""
+
+_REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,41}")
+"""Names of references: `reference-<name>` is a host, with room for what Kubernetes adds, and `<name>/0` a replica."""
+_OTHERS = re.compile(r"controller|actor|critic|reward|store|rollout(-.*)?")
+"""Names of the run's other processes; the launcher, and files of several machines, know a process by its name alone."""
 
 
 class RunSettings(Section):
@@ -164,6 +170,19 @@ class RunSettings(Section):
             if isinstance(references, dict)
             else references
         )
+
+    @field_validator("references")
+    @classmethod
+    def _are_called_as_nothing_else(cls, references: dict[str, ReferenceSection]) -> dict[str, ReferenceSection]:
+        for name in references:
+            if not _REFERENCE.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} names a process, a log and a host; give it up to 42 letters, digits, '.', '_' and '-', "
+                    "with a letter or digit first (the model's directory goes under its path)"
+                )
+            if _OTHERS.fullmatch(name):
+                raise ValueError(f"{name!r} is what another role of a run is called; give the instance another name")
+        return references
 
     @model_validator(mode="after")
     def _deltas_are_of_whole_models(self) -> Self:

@@ -2,6 +2,7 @@
 that name field and remedy.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,28 @@ def test_a_reference_that_a_recipe_has_can_be_left_out(config: Path) -> None:
     with pytest.raises(ConfigError, match=r"references\.ref: null where a recipe has it"):
         load_settings(config, without_kl, RECIPES / "grpo.yaml")
     assert load_settings(config, [*without_kl, "references.ref=null"], RECIPES / "grpo.yaml").references == {}
+
+
+def called(name: str) -> list[str]:
+    quoted = json.dumps(name)
+    return [f"references={{{quoted}: {{}}}}", f"algorithm.kl={{reference: {quoted}, kl_coef: 0.1}}"]
+
+
+@pytest.mark.parametrize("name", ["org/model", "ref/0", "a b", "", "ü", "-ref", "ref\n", "x" * 43])
+def test_a_reference_has_a_name_that_a_process_a_file_and_a_host_may_have(config: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"references: .* names a process, a log and a host; .* goes under its path"):
+        load_settings(config, called(name))
+
+
+@pytest.mark.parametrize("name", ["controller", "actor", "critic", "reward", "store", "rollout", "rollout-0"])
+def test_a_reference_has_a_name_that_no_other_process_of_the_run_has(config: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"references: {name!r} is what another role of a run is called; give the"):
+        load_settings(config, called(name))
+
+
+@pytest.mark.parametrize("name", ["ref", "Qwen2.5-7B_it", "7", "reference", "actors", "x" * 42])
+def test_a_reference_may_be_called_what_no_other_is(config: Path, name: str) -> None:
+    assert load_settings(config, called(name)).references.keys() == {name}
 
 
 @pytest.mark.parametrize(
