@@ -49,7 +49,7 @@ def explain(settings: RunSettings) -> Iterator[str]:
     if dropped := _filters(algorithm.filters, settings.reward.solved_at):
         yield (
             f"groups: dropped and replaced when {'; or '.join(dropped)}; at most "
-            f"{algorithm.filters.max_dropped_per_step} a step"
+            f"{algorithm.max_dropped_per_step} a step (algorithm.filters.max_dropped_per_step)"
         )
     yield f"reward: {'; then '.join(_reward(settings))}"
     yield f"advantages: {_advantages(algorithm)}"

@@ -114,6 +114,17 @@ def test_a_ratio_that_moves_or_is_not_there_is_not_told_to_be_one(more: str, con
     assert "the ratio is 1" not in words(load_settings(config, [f"algorithm.{more}"]))
 
 
+def test_the_budget_of_the_filters_grows_with_the_batch(config: Path) -> None:
+    def told(*more: str) -> str:
+        filters = "algorithm.filters={without_signal: true}"
+        return words(load_settings(config, [filters, "store.max_bytes=8000000000", *more]))
+
+    assert "; at most 1024 a step (algorithm.filters.max_dropped_per_step)" in told()
+    assert "; at most 16384 a step" in told("algorithm.groups_per_batch=512"), "32 batches"
+    given = "algorithm.filters.max_dropped_per_step=7"
+    assert "; at most 7 a step" in told("algorithm.groups_per_batch=512", given)
+
+
 def test_a_kl_without_a_gradient_is_told(config: Path) -> None:
     k1 = ["references={ref: {}}", "algorithm.kl={reference: ref, kl_coef: 0.1, estimator: k1}"]
     told = "(k1, whose own gradient is 0 on average: gradient: k2 has the KL's)"

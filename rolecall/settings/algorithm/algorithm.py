@@ -21,6 +21,12 @@ from rolecall.settings.algorithm.losses import (
 from rolecall.settings.algorithm.shaping import CurriculumSection, FiltersSection, ShapingSection
 from rolecall.settings.section import NonNegativeInt, Section
 
+DROPPED_PER_BATCH, LEAST_DROPPED = 32, 1024
+"""Groups that the filters may drop for each one of a batch, and in any case: where chance alone, of few groups or of
+prompts that are mostly solved by now, does not spend the budget. verl's DAPO gives up at ten rounds of three batches
+(filter_groups.max_num_gen_batches).
+"""
+
 
 class AlgorithmSection(Section):
     """The algorithm: what a batch is and what is computed from it."""
@@ -60,6 +66,12 @@ class AlgorithmSection(Section):
     def wants_greedy_response(self) -> bool:
         """Whether every group has a greedy response beside its sampled ones."""
         return self.advantage.wants_greedy_response
+
+    @property
+    def max_dropped_per_step(self) -> int:
+        """Groups that the filters may drop within a step: as set, else by the batch."""
+        by_batch = max(LEAST_DROPPED, DROPPED_PER_BATCH * self.groups_per_batch)
+        return self.filters.max_dropped_per_step or by_batch
 
     @property
     def sampler_is_old(self) -> bool:

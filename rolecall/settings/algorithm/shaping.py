@@ -67,8 +67,10 @@ class FiltersSection(Section):
     """Drop groups whose responses were all truncated, as in shaping.mask_truncated (`all_truncated`)."""
     max_mean_tokens: PositiveInt | None = None
     """Drop groups whose responses are longer than this in the mean (`too_long`); absent: no bound."""
-    max_dropped_per_step: PositiveInt = 1024
-    """Budget of groups dropped by all filters within one step; spent, the run stops."""
+    max_dropped_per_step: PositiveInt | None = None
+    """Budget of groups dropped by all filters within one step; spent, the run stops. Absent: 32 batches, and at least
+    1024 groups, so that a run goes on until about one group of 33 is kept.
+    """
 
     @model_validator(mode="after")
     def _some_rate_passes(self) -> Self:

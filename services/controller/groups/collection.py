@@ -207,14 +207,14 @@ class Collection:
             self._assembly.scored(group)
             return
         self._filtered[reason] += 1
-        budget = self._settings.algorithm.filters.max_dropped_per_step
+        budget = self._settings.algorithm.max_dropped_per_step
         if self._filtered.total() > budget:
             counts = ", ".join(f"{count} {name}" for name, count in self._filtered.most_common())
             self._end.call(
                 BudgetSpentError(
                     f"filters dropped {self._filtered.total()} groups within a step ({counts}), more than "
                     f"algorithm.filters.max_dropped_per_step = {budget}; "
-                    "the prompts are all solved or all hopeless for this policy: change the data or the filters"
+                    "the prompts are nearly all solved or hopeless for this policy: change the data or the filters"
                 )
             )
         await self.drop(group.gid, group.all_rows, reason, "")
