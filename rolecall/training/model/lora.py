@@ -28,6 +28,7 @@ from rolecall.settings import LoraSection
 from rolecall.training.model.files import write_tensors, write_text
 from rolecall.training.model.huggingface import ModelFiles
 from rolecall.training.model.packed_model import PackedModel, ValueModel
+from rolecall.training.ranks.device import torch_seed
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -85,7 +86,7 @@ def new_adapter(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
     """
     if name.endswith(_UP):
         return torch.zeros(shape)
-    generator = torch.Generator().manual_seed(seed * 100_003 + zlib.crc32(name.encode()))
+    generator = torch.Generator().manual_seed(torch_seed(seed, zlib.crc32(name.encode())))
     return (2.0 * torch.rand(shape, generator=generator) - 1.0) / math.sqrt(shape[1])
 
 

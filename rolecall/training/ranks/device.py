@@ -125,7 +125,12 @@ def backend_of(device: torch.device) -> str:
 
 def seed_rank(seed: int, rank: int) -> None:
     """Seeds torch on every device; each rank draws its own numbers."""
-    torch.manual_seed(seed * 100_003 + rank)
+    torch.manual_seed(torch_seed(seed, rank))
+
+
+def torch_seed(seed: int, part: int) -> int:
+    """A seed of a run's part `part`, in the 64 bits that torch takes."""
+    return (seed * 100_003 + part) % 2**64
 
 
 def name_of(device: torch.device) -> str | None:

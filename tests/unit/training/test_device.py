@@ -16,6 +16,7 @@ from rolecall.training.ranks.device import (
     memory_bytes,
     name_of,
     near_cores,
+    seed_rank,
     stay_near,
     take_peak_bytes,
 )
@@ -92,3 +93,16 @@ def test_a_peak_on_a_gpu_is_of_its_tensors_and_its_name_is_known() -> None:
     assert name_of(device)
     assert allocator_state(device)["segments"]
     stay_near(device)
+
+
+def test_ranks_draw_their_own_numbers_by_every_seed_that_a_run_may_have() -> None:
+    def drawn(seed: int, rank: int) -> float:
+        seed_rank(seed, rank)
+        return torch.rand(1, dtype=torch.float64).item()
+
+    with torch.random.fork_rng(devices=[]):
+        large = [drawn(seed, rank) for seed in (185_000_000_000_000, 2**63 - 1) for rank in (0, 1)]
+        torch.manual_seed(7 * 100_003 + 1)
+        before = torch.rand(1, dtype=torch.float64).item()
+        assert drawn(7, 1) == before, "runs go on as they began"
+    assert len(set(large)) == 4

@@ -56,6 +56,13 @@ def test_a_kl_to_the_base_needs_no_reference_service() -> None:
     assert settings.references == {}
 
 
+def test_an_adapter_begins_by_every_seed_that_a_run_may_have() -> None:
+    shape = torch.Size([2, 4])
+    made = [lora.new_adapter("q.lora_A.default.weight", shape, seed) for seed in (0, 2**63 - 2, 2**63 - 1)]
+    assert not torch.equal(made[1], made[2])
+    assert not torch.equal(made[0], made[1])
+
+
 def test_an_adapter_is_added_with_alpha_over_rank_and_rounded_once() -> None:
     weight, down, up = (
         torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16),
