@@ -22,6 +22,11 @@ TEMPERATURES = (0.01, 2.0)
 divide by another; above it refuses.
 """
 
+MAX_RESPONSES = 1024
+"""Most responses to one prompt that a rollout samples."""
+NumResponses: TypeAlias = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
+"""Number of responses to one prompt."""
+
 
 def is_sampled_at(temperature: float) -> bool:
     """Whether vLLM samples at `temperature`, which may have come as a float32."""
@@ -136,7 +141,7 @@ class SamplingSection(Section):
     training allows nothing else.
     """
 
-    num_responses: PositiveInt = 8
+    num_responses: NumResponses = 8
     """G, responses per prompt."""
     temperature: Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])] = 1.0
     """Logits are divided by it, 0.01 to 2; also when logprobs are recomputed."""
@@ -151,7 +156,7 @@ class EvaluationSet(Section):
 
     path: ConfigPath
     """File of prompts, same fields as the training data."""
-    num_responses: PositiveInt = 1
+    num_responses: NumResponses = 1
     """n, responses per prompt: reward and accuracy are means over all, pass@k and maj@k are reported for the powers of
     two up to n and for n, and of graded rewards best@k and worst@k.
     """

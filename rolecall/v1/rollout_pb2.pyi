@@ -108,7 +108,7 @@ class GenerateRequest(_message.Message):
     id: _builtins.str
     """Sample id prefix, e.g. "eval/12/heldout/7"; responses are "<id>/<i>"."""
     num_responses: _builtins.int
-    """Responses to sample; >= 1."""
+    """Responses to sample; 1 to 1024."""
     seed: _builtins.int
     """Seed that the responses' seeds derive from."""
     policy_version: _builtins.int

@@ -219,7 +219,7 @@ class PromptGroup(_message.Message):
     gid: _builtins.int
     """Admission number; 0, 1, 2..., never reused."""
     num_responses: _builtins.int
-    """G, responses to sample; >= 1."""
+    """G, responses to sample; 1 to 1024."""
     run_seed: _builtins.int
     """The run's seed; a response's seed derives from (run_seed, gid, i)."""
     greedy_response: _builtins.bool

@@ -10,15 +10,12 @@ import numpy as np
 from rolecall.columns import ROUTED_EXPERTS
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import InvalidInputError
-from rolecall.settings.data import TEMPERATURES, is_sampled_at
+from rolecall.settings.data import MAX_RESPONSES, TEMPERATURES, is_sampled_at
 from rolecall.trajectory import seed_of
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array, decode_array
 from services.rollout.replica import Response
 from services.rollout.sampling import SampleRequest
-
-MAX_RESPONSES = 1024
-"""Most responses to one prompt."""
 
 
 def prompt_token_ids(prompt: trajectory_pb2.Prompt) -> list[int]:

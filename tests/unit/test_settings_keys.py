@@ -56,6 +56,11 @@ def test_every_key_is_documented() -> None:
         ("run.dir=" + "a" * 256, "run.dir: a name of 256 bytes stands in the path, and a file system takes 255; short"),
         ("data.train=new/" + "ä" * 128 + "/x", "data.train: a name of 256 bytes stands in the path"),
         ("run.checkpoint_url=" + "a" * 256, "run.checkpoint_url: a name of 256 bytes stands in the path"),
+        ("sampling.num_responses=1025", "sampling.num_responses: Input should be less than or equal to 1024"),
+        (
+            "evaluation.sets={a: {path: b, num_responses: 1025}}",
+            "evaluation.sets.a.num_responses: Input should be less than or equal to 1024",
+        ),
     ],
 )
 def test_a_value_of_another_kind_is_refused_by_name(tmp_path: Path, override: str, told: str) -> None:
