@@ -242,6 +242,11 @@ class RunSettings(Section):
                 f"run.deterministic: with algorithm.max_staleness {self.algorithm.max_staleness} the clock decides "
                 "which weights sample a response; set max_staleness 0"
             )
+        if self.run.deterministic and self.algorithm.curriculum is not None:
+            raise ValueError(
+                "run.deterministic: with algorithm.curriculum the order in which groups are scored decides which "
+                "prompts come next where one is there twice, as at the end of an epoch; leave one of them out"
+            )
         if self.run.deterministic and self.actor.torch_compile:
             raise ValueError(
                 "run.deterministic: compiled layers (actor.torch_compile) may differ in the last bit from start to "
