@@ -308,6 +308,11 @@ class RunSettings(Section):
             raise ValueError(
                 f"algorithm.num_minibatches {self.algorithm.num_minibatches} exceeds the batch's {rows} trajectories"
             )
+        if self.critic is not None and self.critic.num_minibatches is not None and rows < self.critic.num_minibatches:
+            raise ValueError(
+                f"critic.num_minibatches {self.critic.num_minibatches} exceeds the batch's {rows} trajectories; "
+                "lower it"
+            )
         is_task_trained = self.algorithm.distillation is None or self.algorithm.distillation.task_coef > 0
         if is_task_trained and self.algorithm.advantage.compares_responses and self.sampling.num_responses < 2:
             raise ValueError(

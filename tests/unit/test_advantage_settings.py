@@ -123,6 +123,12 @@ def test_a_users_module_is_looked_for_beside_the_configuration(tmp_path: Path) -
         assert (advantage.folder, advantage.name) == (folder, "mine:f")
 
 
+def test_a_critic_makes_no_more_mini_batches_than_there_are_rows() -> None:
+    assert with_advantage({"kind": "gae"}, critic={"num_minibatches": 8})  # 2 groups of 4
+    with pytest.raises(ValidationError, match=r"critic\.num_minibatches 9 exceeds the batch's 8 trajectories"):
+        with_advantage({"kind": "gae"}, critic={"num_minibatches": 9})
+
+
 def test_a_critic_that_learns_alone_to_the_end_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"critic\.warmup_steps 4 leaves the policy none of run\.num_steps 4"):
         with_advantage({"kind": "gae"}, critic={"warmup_steps": 4})
