@@ -3,7 +3,7 @@ training.
 
 It is a run of no steps: the launcher starts the same roles, the model reaches the rollouts as in training, attested,
 and the controller's own evaluation at step 0 gives the figures, so that they can be compared with those of a run. What
-belongs to training alone (algorithm, critic, references, adapters, trackers, an external store) is left out of the
+belongs to training alone (algorithm, critic, references, adapters, trackers, the URL of a store) is left out of the
 file. Nothing is kept but what `--out` asks for.
 """
 
@@ -72,8 +72,10 @@ def evaluation_settings(
             f"{config}: {', '.join(elsewhere)} names roles elsewhere, which have other weights; evaluate starts its "
             "own: set it to null on the command line"
         )
-    for name in ("critic", "references", "store", "telemetry"):
+    for name in ("critic", "references", "telemetry"):
         sections.pop(name, None)
+    for name in ("url", "durability"):
+        sections.get("store", {}).pop(name, None)
     for name in ("optimizer", "lora", "router_replay"):
         sections.get("actor", {}).pop(name, None)
     sections.get("sampling", {}).pop("num_responses", None)

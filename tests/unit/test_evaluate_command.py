@@ -23,7 +23,12 @@ TREE: dict[str, dict[str, Any]] = {
     "critic": {},
     "actor": {"optimizer": {"schedule": "wsd", "decay_steps": 50}, "lora": {"rank": 8}},
     "sampling": {"num_responses": 1, "max_tokens": 64},
-    "store": {"url": "redis://elsewhere:6379"},
+    "store": {
+        "url": "redis://elsewhere:6379",
+        "durability": "vouched",
+        "max_bytes": 2**31 + 1,
+        "binary": "/opt/valkey/bin/valkey-server",
+    },
     "trackers": {"wandb_project": "mine", "num_samples_kept": 3},
     "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
 }
@@ -43,7 +48,8 @@ def test_what_belongs_to_training_is_left_out(tmp_path: Path) -> None:
     assert (made.model.path, made.model.dtype) == (tmp_path / "trained", "float32")
     assert made.critic is None
     assert made.actor.lora is None
-    assert made.store.url is None
+    assert (made.store.url, made.store.durability) == (None, "strict")
+    assert (made.store.max_bytes, made.store.binary) == (2**31 + 1, "/opt/valkey/bin/valkey-server"), "those of its own"
     assert (made.trackers.wandb_project, made.trackers.num_samples_kept) == (None, 3)
     assert made.sampling.max_tokens == 64
     assert made.algorithm.groups_per_batch == 1, "none is made, and the store holds room for some"
