@@ -267,6 +267,7 @@ class ActorSection(TrainerSection):
             ("torch_compile", self.torch_compile, "leave it out"),
             ("optimizer.kind muon", self.optimizer.kind != "adamw", "set adamw"),
             ("parallel.reduce_dtype bfloat16", self.parallel.reduce_dtype != "float32", "set float32"),
+            ("parallel.accumulate unsharded", self.parallel.accumulate != "sharded", "set sharded"),
             ("parallel.keep_gathered", self.parallel.keep_gathered is not None, "leave it out"),
         ]
         for name, found, remedy in only_fsdp:

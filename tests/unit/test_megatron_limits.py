@@ -170,6 +170,10 @@ def test_a_layout_that_the_model_does_not_fit_is_told(
             "actor.parallel.reduce_dtype=bfloat16",
             "parallel.reduce_dtype bfloat16 is not there with backend megatron; set f",
         ),
+        (
+            "actor.parallel.accumulate=unsharded",
+            "parallel.accumulate unsharded is not there with backend megatron; set s",
+        ),
         ("model.dtype=float16", "model.dtype float16 is not there with actor.backend megatron; set bfloat16, or use"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
