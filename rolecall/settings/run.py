@@ -93,6 +93,11 @@ class RunSettings(Section):
         return max(0, self.run.num_steps - (self.critic.warmup_steps if self.critic else 0))
 
     @property
+    def num_policy_updates(self) -> int:
+        """Optimizer steps of the actor in the run."""
+        return self.num_policy_steps * self.algorithm.num_minibatches * self.algorithm.num_epochs
+
+    @property
     def columns(self) -> tuple[Column, ...]:
         """Columns that a row of this run may have in the store."""
         algorithm, kl, distillation = self.algorithm, self.algorithm.kl, self.algorithm.distillation
@@ -521,8 +526,7 @@ class RunSettings(Section):
                 f"{self.run.num_steps}; lower it, or raise run.num_steps"
             )
         updates = self.run.num_steps * self.algorithm.num_epochs
-        policy_updates = self.num_policy_steps * self.algorithm.num_epochs * self.algorithm.num_minibatches
-        trainers = [("actor", self.actor.optimizer, policy_updates)]
+        trainers = [("actor", self.actor.optimizer, self.num_policy_updates)]
         if self.critic:
             trainers.append(
                 (

@@ -5,4 +5,4 @@ from rolecall.settings import RunSettings
 
 def num_optimizer_steps(settings: RunSettings) -> int:
     """Length of the learning rate's schedule."""
-    return settings.num_policy_steps * settings.algorithm.num_minibatches * settings.algorithm.num_epochs
+    return settings.num_policy_updates

@@ -45,6 +45,19 @@ def test_the_budgets_of_failures_are_told_with_their_window(config: Path) -> Non
     )
 
 
+def test_a_warm_up_that_the_run_does_not_outlast_is_noted(config: Path) -> None:
+    def told(*overrides: str) -> str:
+        return findings(load_settings(config, ["run.num_steps=3", "algorithm.num_minibatches=2", *overrides]))[1]
+
+    note = "NOTE {}.optimizer.warmup_steps {} takes all of its {} optimizer steps: the rate never reaches"
+    assert "warmup_steps" not in told("actor.optimizer.warmup_steps=5")
+    assert "warmup_steps" not in told("actor.optimizer.warmup_steps=6", "run.num_steps=0"), "nothing is trained"
+    assert note.format("actor", 6, 6) in told("actor.optimizer.warmup_steps=6")
+    critic = ["algorithm.advantage={kind: gae}", "critic={warmup_steps: 1}", "actor.optimizer.warmup_steps=4"]
+    assert note.format("actor", 4, 4) in told(*critic), "in the first step the critic learns alone"
+    assert "NOTE critic" not in told(*critic)
+
+
 def test_what_a_publish_does_with_responses_in_flight_is_told_where_there_are_any(config: Path) -> None:
     def told(mode: str, staleness: int = 1) -> str:
         return findings(load_settings(config, [f"algorithm.max_staleness={staleness}", f"rollout.pause_mode={mode}"]))[
