@@ -149,8 +149,8 @@ def rows_of(
 
 
 def _preprocessing(section: PluginSection | None) -> Callable[[dict[str, Any], str], dict[str, Any] | None]:
-    """What a row and its place are made into: the row itself where there is no function. ConfigError when it is not
-    there; of a call, when it raises or returns anything but fields or None.
+    """Returns a call that makes the fields of a row, and its place for complaints, into those that are read: the same
+    where there is no function. ConfigError when it is not there; of a call, when it raises or returns anything else.
     """
     if section is None:
         return lambda row, where: row

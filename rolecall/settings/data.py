@@ -121,8 +121,8 @@ class DataSection(Section):
     train: DataFiles
     """File of training prompts, or a list of several, which are one set in this order."""
     preprocess: PluginSection | None = None
-    """A function of your own, which is called with the fields of each row, of held-out sets too, and returns those that
-    are read in their place, or None to leave the row out. The same row must always give the same.
+    """A function of your own that makes rows into the fields below. It is called with the fields of each row, of
+    held-out sets too, and returns those that are read, or None to leave the row out; always the same for the same row.
     """
     prompt_field: str = "prompt"
     """Field with the prompt: a string (one user message) or a list of {role, content}."""
