@@ -43,7 +43,8 @@ class NumberScorer(Section):
     r"""A scorer by the number that the response settles on: 1 when it is the ground truth's, else 0.
 
     - `gsm8k`: the one after "#### ", compared as text (GSM8K).
-    - `numeric`: the last one of the last \boxed{...}, or of the response where there is no box.
+    - `numeric`: the last one of the last \boxed{...}, or of the response where there is no box. A \frac{3}{4} of
+      numbers is one, and so is 2\frac{3}{4}.
     """
 
     kind: Literal["gsm8k", "numeric"]

@@ -1,6 +1,7 @@
 """The scorers of published data sets, against cases worked by hand from the published normalisation."""
 
 import re
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -63,6 +64,53 @@ def test_gsm8k_answers_without_commas_and_none_without_a_number() -> None:
 )
 def test_numeric_compares_the_last_number(response: str, truth: str, tolerance: float, expected: float) -> None:
     assert numeric_match(response, truth, tolerance=tolerance) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        (r"\frac{3}{4}", "0.75"),
+        (r"\boxed{\frac{3}{4}}", "0.75"),
+        (r"so $\dfrac{3}{4}$.", "0.75"),
+        (r"-\tfrac{3}{4}", "-0.75"),
+        (r"\frac{-3}{4}", "-0.75"),
+        (r"-\frac{-3}{4}", "0.75"),
+        (r"x-\frac{3}{4}", "0.75"),  # it subtracts
+        (r"\frac {.5} { 1,000 }", "0.0005"),
+        (r"2\frac{3}{4}", "2.75"),
+        (r"-$1,002 \frac{1}{2}$", "-1002.5"),
+        (r"2.5\frac{1}{2}", "0.5"),  # a product, as are the next
+        (r"2^3\frac{1}{2}", "0.5"),
+        (r"2\frac{-1}{2}", "-0.5"),
+        (r"2\cdot\frac{1}{2}", "0.5"),
+        (r"\frac{3}{4} = 0.75, not 5", "5"),
+        # no fraction of two numbers: the last number, as without any
+        (r"\frac{3}{0}", "0"),
+        (r"\frac{\pi}{4}", "4"),
+        (r"\frac{3}{x}", "3"),
+        (r"\frac{3}{2x}", "2"),
+        (r"\frac34", "34"),
+        (r"\sqrt{3}{4}", "4"),
+        ("3/4", "4"),
+        ("1 3/4", "4"),
+        ("-3", "-3"),
+        ("$1,234.50.", "1234.50"),
+    ],
+)
+def test_a_fraction_of_latex_is_one_number(response: str, value: str) -> None:
+    assert last_number(response) == Decimal(value)
+
+
+@pytest.mark.parametrize("truth", [r"\frac{4}{3}", r"1\frac{1}{3}", r"\frac{8}{6}", r"\frac{0.4}{0.3}"])
+def test_a_fraction_is_right_however_it_is_written(truth: str) -> None:
+    assert numeric_match(r"\frac{4}{3}", truth) == 1.0
+    assert numeric_match("3", truth) == 0.0
+    assert numeric_match("1.3333", truth, tolerance=1e-4) == 1.0
+
+
+@pytest.mark.parametrize("again", ["1", "1,", "1,111", "1 ", "-", r"\frac{", r"\frac{1}", r"1\frac{1}{", r"\frac{ "])
+def test_a_fraction_that_never_ends_takes_no_minutes(again: str) -> None:
+    assert last_number(again * 60_000 + "7") is not None
 
 
 @pytest.mark.parametrize("again", ["1+", "\\text{", "1 ", "$ "])
