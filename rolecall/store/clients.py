@@ -13,8 +13,8 @@ from urllib.parse import unquote, urlsplit
 import redis
 from redis import exceptions
 from redis.backoff import NoBackoff
-from redis.cluster import ClusterNode, RedisCluster
-from redis.connection import parse_url
+from redis.cluster import ClusterNode, RedisCluster, cleanup_kwargs
+from redis.connection import Connection, SSLConnection, parse_url
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
 
@@ -98,17 +98,18 @@ def _of_server(url: str, timeout_s: float, options: dict[str, Any]) -> redis.Red
     if url.startswith("unix"):
         options.pop("socket_connect_timeout")
     pool = redis.BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=timeout_s, **options)
-    try:
-        pool.connection_class(**pool.connection_kwargs)  # the pool looks at parameters when it first connects
-    except exceptions.RedisError as error:
-        raise ValueError(error) from error
+    _require_known(pool.connection_class, pool.connection_kwargs)
     return redis.Redis.from_pool(pool)
 
 
 def _of_cluster(rest: str, secure: bool, options: dict[str, Any]) -> RedisCluster:
     parts = urlsplit(f"//{rest}")
     nodes = [ClusterNode(host, port) for host, port in _addresses(parts.netloc, 6379)]  # type: ignore[no-untyped-call]
-    options = {**options, **_login(parts.username, parts.password), **_query(parts.query)}
+    query = _query(parts.query)
+    _require_known(SSLConnection if secure else Connection, query)
+    if unread := query.keys() - cleanup_kwargs(**query).keys():  # type: ignore[no-untyped-call]
+        raise ValueError(f"a cluster's client does not read {', '.join(sorted(unread))}; leave it out")
+    options = {**options, **_login(parts.username, parts.password), **query}
     if secure:
         options["ssl"] = True
     return _Cluster(startup_nodes=nodes, max_connections=MAX_CONNECTIONS, **options)
@@ -123,6 +124,8 @@ def _through_sentinels(rest: str, secure: bool, options: dict[str, Any]) -> redi
     if not service:
         raise ValueError("write redis+sentinel://host:port[,host:port]/service")
     query = _query(parts.query)
+    if unread := {name for name in query if not name.startswith("ssl_")} - {"username", "password"}:
+        raise ValueError(f"a sentinel's client does not read {', '.join(sorted(unread))}; leave it out")
     options = {**options, **{name: value for name, value in query.items() if name.startswith("ssl_")}}
     if secure:
         options["ssl"] = True
@@ -137,6 +140,16 @@ def _through_sentinels(rest: str, secure: bool, options: dict[str, Any]) -> redi
         **_login(parts.username, parts.password),
     )
     return client
+
+
+def _require_known(kind: type[Connection], options: dict[str, Any]) -> None:
+    """ValueError or TypeError when `options` are not those of such a connection: a pool looks at them when it first
+    connects, and a cluster's client drops what it does not know.
+    """
+    try:
+        kind(**options)
+    except exceptions.RedisError as error:
+        raise ValueError(error) from error
 
 
 def _addresses(netloc: str, default_port: int) -> list[tuple[str, int]]:

@@ -112,6 +112,12 @@ def places(tmp_path_factory: pytest.TempPathFactory, store_server: EmbeddedStore
         ("redis://:secret@{nobody}?ssl_ca_certs={theirs}", "unexpected keyword argument 'ssl_ca_certs'"),
         ("rediss+sentinel://{nobody}/main?ssl_ca_cert=/roots", "unexpected keyword argument 'ssl_ca_cert'"),
         ("rediss://:secret@{nobody}?ssl_cert_reqs=maybe", "Requirements Flag: maybe"),
+        ("redis+cluster://:secret@{nobody}?ssl_ca_cert=/roots", "unexpected keyword argument 'ssl_ca_cert'"),
+        ("rediss+cluster://:secret@{nobody}?ssl_ca_cert=/roots", "unexpected keyword argument 'ssl_ca_cert'"),
+        ("redis+cluster://:secret@{nobody}?ssl_ca_certs={theirs}", "unexpected keyword argument 'ssl_ca_certs'"),
+        ("rediss+cluster://:secret@{nobody}?ssl_cert_reqs=maybe", "Requirements Flag: maybe"),
+        ("rediss+cluster://:secret@{nobody}?ssl_min_version=3", "does not read ssl_min_version; leave it out"),
+        ("redis+sentinel://:secret@{nobody}/main?pasword=p", "does not read pasword; leave it out"),
     ],
 )
 def test_a_store_that_cannot_be_used_is_told_with_its_place_and_what_to_do(
