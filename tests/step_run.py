@@ -36,6 +36,7 @@ from rolecall.v1.trajectory_pb2 import FINISH_REASON_STOP, CommittedGroup, Promp
 from rolecall.wire import Array
 from services.controller.board import RunBoard
 from services.controller.config import admission_policy
+from services.controller.durable.commits import Commits
 from services.controller.durable.recovery import Recovery
 from services.controller.durable.run_point import Checkpoints
 from services.controller.fleet.liveness import Rollout, Worker
@@ -285,6 +286,7 @@ class StepRun:
             rows=self.rows,
             threads=self.threads,
             checkpoints=self.checkpoints,
+            commits=Commits(self.checkpoints, self.threads, 60.0),
             references={},
             actor=actor,
             critic=critic,

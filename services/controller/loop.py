@@ -101,7 +101,7 @@ class Loop:
         self._reaper = Reaper(
             settings.controller, ledger, threads, self._collection, self._end, position.failed.get("over_delivered", ())
         )
-        self._saver = CheckpointSaver(parts.trainers, parts.checkpoints, threads, recovered.saved_step)
+        self._saver = CheckpointSaver(parts.trainers, parts.checkpoints, parts.commits, threads, recovered.saved_step)
         self._sealing = Sealing(settings, ledger, rows, threads, at)
         self._batches = NextBatches(
             settings,

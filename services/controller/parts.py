@@ -16,6 +16,7 @@ from rolecall.trackers import Trackers
 from rolecall.v1 import weights_pb2
 from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
 from services.controller.board import RunBoard
+from services.controller.durable.commits import Commits
 from services.controller.durable.run_point import Checkpoints
 from services.controller.evaluation import Evaluation
 from services.controller.fleet.members import Fleet
@@ -43,6 +44,7 @@ class Parts:
     rows: Rows
     threads: StoreThreads
     checkpoints: Checkpoints
+    commits: Commits
     trackers: Trackers
     reward: RewardClient
     references: Mapping[str, ReferenceServiceStub]

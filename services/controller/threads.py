@@ -16,12 +16,12 @@ R = TypeVar("R")
 NUM_THREADS = 8
 
 SETTLE_S = 30.0
-"""Longest wait for calls whose callers have left; the client's own deadlines end each sooner."""
+"""Longest wait for calls whose callers have left; the client's own deadlines end each sooner, but not a commit's."""
 
 
 class StoreThreads:
     """A small pool. Every store call has its own deadline (the client's socket timeout), so waiting for one needs
-    none.
+    none; a storage of checkpoints has none, and may hold a thread for ever.
     """
 
     def __init__(self) -> None:
@@ -46,5 +46,5 @@ class StoreThreads:
             await asyncio.wait(self._under_way, timeout=SETTLE_S)
 
     def close(self) -> None:
-        """Waits for calls under way."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Takes no more calls, and drops those that have not begun; `settle` waits for those under way."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -25,6 +25,7 @@ from rolecall.v1.critic_pb2_grpc import CriticServiceStub
 from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
 from services.controller.board import RunBoard
 from services.controller.config import admission_policy
+from services.controller.durable.commits import Commits
 from services.controller.durable.run_point import Checkpoints
 from services.controller.evaluation import Evaluation, load_sets
 from services.controller.fleet.members import Fleet
@@ -51,6 +52,7 @@ class Wiring:
         for channel in self.channels:
             await channel.close()
         self.parts.threads.close()
+        await self.parts.threads.settle()
         self.parts.shifts.close()
         self.connection.close()
 
@@ -75,6 +77,7 @@ def wire(settings: RunSettings) -> Wiring:
     actor, actor_channel = _actor(settings)
     critic, critic_channels = _critic(settings)
     board = RunBoard()
+    checkpoints = Checkpoints(open_storage(settings.run.checkpoints), settings.run.keep_checkpoints)
     parts = Parts(
         settings=settings,
         raw_prompts=raw_prompts,
@@ -85,7 +88,8 @@ def wire(settings: RunSettings) -> Wiring:
         ledger=ledger,
         rows=Rows(connection, settings.run.name, settings.store.num_shards),
         threads=threads,
-        checkpoints=Checkpoints(open_storage(settings.run.checkpoints), settings.run.keep_checkpoints),
+        checkpoints=checkpoints,
+        commits=Commits(checkpoints, threads, settings.actor.train_timeout_s),
         trackers=Trackers(settings),
         reward=reward,
         references=references,

@@ -1,11 +1,14 @@
 """Checkpoints of whole runs: beside the steps, where there is no room, behind a URL, and of the right run."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from rolecall.data.dataset import load_prompts
 from rolecall.errors import BudgetSpentError, CheckpointMismatchError
@@ -13,7 +16,7 @@ from rolecall.identity import kept, settle
 from rolecall.settings import RunSettings
 from rolecall.store.budget import STORE_SHARE, StoreBudget
 from rolecall.v1 import controller_pb2 as pb
-from services.controller import loop
+from services.controller import loop, threads
 from services.controller.durable.run_point import RunPoint
 from tests.twins.run import LightRun, TwinRun, balance, check_trained_once
 from tests.waiting import until
@@ -93,6 +96,49 @@ async def test_a_storage_that_hangs_costs_checkpoints_and_not_the_run(light_run:
             ):
                 await life.ends()
     assert (await asyncio.to_thread(run.newest)).step >= 8
+
+
+class Hanging(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Takes trainers' files at once, and the controller's when it may."""
+
+    protocol = "hanging"
+    may_commit = threading.Event()
+    most_waiting = num_waiting = 0
+
+    def _open(self, path: str, mode: str = "rb", **options: object) -> object:
+        if mode == "wb" and path.endswith("/COMMITTED") and not self.may_commit.is_set():
+            Hanging.num_waiting += 1
+            Hanging.most_waiting = max(Hanging.most_waiting, Hanging.num_waiting)
+            assert self.may_commit.wait(600)
+            Hanging.num_waiting -= 1
+        return super()._open(path, mode, **options)
+
+
+async def test_a_manifest_whose_writing_hangs_costs_checkpoints_and_not_the_run(
+    light_run: LightRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "SETTLE_S", 0.5)
+    fsspec.register_implementation("hanging", Hanging, clobber=True)
+    section = {"num_steps": 1000, "checkpoint_every_steps": 2, "checkpoint_url": f"hanging://{tmp_path.name}"}
+    async with light_run(run=section, actor={"train_timeout_s": 3.0}) as run:
+        run.stack.callback(Hanging.may_commit.set)
+        async with run.controller() as life, run.rollout("rollout-0", token_s=0.002):
+            await life.reaches(6)
+            status = await life.status()
+            assert (status.num_recoveries, status.last_failure) == (0, "")
+            assert run.checkpoints.latest() is None
+            run.actor.restart()  # another life of the loop knows of it, too
+            await life.shows(lambda status: status.num_recoveries == 1)
+            await life.reaches(status.step + 4)
+            assert Hanging.most_waiting == 1
+            Hanging.may_commit.set()
+            assert (await life.saved()).step >= 6
+            Hanging.may_commit.clear()
+            await life.stub.StopRun(pb.StopRunRequest(checkpoint=True))
+            with pytest.raises(
+                BudgetSpentError, match=r"the run was stopped; no checkpoint of step \d+ could be saved: the manifest"
+            ):
+                await life.ends()
 
 
 async def test_steps_go_on_while_a_checkpoint_is_written_and_its_rows_stay_until_it_is_committed(

@@ -19,6 +19,7 @@ from rolecall.errors import CheckpointMismatchError, SaveHangsError, StorageUnav
 from rolecall.settings import RunSettings
 from rolecall.training.serving.hooks import nothing
 from rolecall.v1 import training_pb2 as pb
+from services.controller.durable.commits import Commits
 from services.controller.durable.run_point import Checkpoints, RunPoint
 from services.controller.durable.saving import CheckpointSaver
 from services.controller.step.trainers import Trainer
@@ -104,6 +105,10 @@ class QuickStub:
         yield pb.SaveTrainerCheckpointResponse(saved=pb.CheckpointFiles(files=[written]))
 
 
+def saver_of(trainer: Trainer, checkpoints: Checkpoints, threads: StoreThreads) -> CheckpointSaver:
+    return CheckpointSaver([trainer], checkpoints, Commits(checkpoints, threads, DEADLINE_S), threads, saved_step=0)
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["before COMMITTED is written", "after it"])
 async def test_a_commit_whose_loop_is_abandoned_makes_a_whole_checkpoint(
     tmp_path: Path, make_settings: Callable[..., RunSettings], after: bool
@@ -111,7 +116,7 @@ async def test_a_commit_whose_loop_is_abandoned_makes_a_whole_checkpoint(
     storage, threads, given_up = SlowToCommit(open_storage(str(tmp_path)), after=after), StoreThreads(), asyncio.Event()
     trainer = Trainer("actor", QuickStub(), make_settings().actor)  # type: ignore[arg-type]
     checkpoints = Checkpoints(storage, 1)
-    saver = CheckpointSaver([trainer], checkpoints, threads, saved_step=0)
+    saver = saver_of(trainer, checkpoints, threads)
 
     async def point() -> RunPoint:
         return POINT
@@ -139,7 +144,7 @@ async def test_what_is_saved_is_told_once_it_is_committed_and_a_failure_takes_no
     threads, folders = StoreThreads(), list[str]()
     trainer = Trainer("actor", QuickStub(), make_settings().actor)  # type: ignore[arg-type]
     checkpoints = Checkpoints(open_storage(str(tmp_path)), 2)
-    saver = CheckpointSaver([trainer], checkpoints, threads, saved_step=0)
+    saver = saver_of(trainer, checkpoints, threads)
 
     async def point() -> RunPoint:
         return POINT
@@ -159,13 +164,49 @@ async def test_what_is_saved_is_told_once_it_is_committed_and_a_failure_takes_no
     threads.close()
 
 
+async def test_a_commit_that_hangs_is_waited_for_no_more_and_has_others_refused_until_it_ends(
+    tmp_path: Path, make_settings: Callable[..., RunSettings]
+) -> None:
+    storage, threads, num_given_up = SlowToCommit(open_storage(str(tmp_path)), after=True), StoreThreads(), list[None]()
+    trainer = Trainer("actor", QuickStub(), make_settings().actor)  # type: ignore[arg-type]
+    checkpoints = Checkpoints(storage, 2)
+    commits = Commits(checkpoints, threads, 0.2)
+    lives = [CheckpointSaver([trainer], checkpoints, commits, threads, saved_step=0) for _ in range(2)]
+
+    async def point() -> RunPoint:
+        return POINT
+
+    async def committed(folder: str) -> None:
+        pass
+
+    def give_up() -> None:
+        num_given_up.append(None)
+
+    await lives[0].begin(1, 3, point, committed, give_up)
+    with pytest.raises(SaveHangsError, match=r"the manifest of step 3 is still being written beside .*step-00000003"):
+        await asyncio.wait_for(lives[0].finish(), DEADLINE_S)
+    for saver in lives:
+        with pytest.raises(SaveHangsError):
+            await asyncio.wait_for(saver.begin(1, 3, point, committed, give_up), DEADLINE_S)
+    assert len(num_given_up) == 3
+    assert lives[0].step == lives[0].saved_step == 0
+    storage.may_go_on.set()
+    async with asyncio.timeout(DEADLINE_S):
+        await threads.settle()
+    assert checkpoints.latest() is not None, "it was only slow"
+    await lives[1].begin(1, 4, point, committed, give_up)
+    await asyncio.wait_for(lives[1].finish(), DEADLINE_S)
+    assert lives[1].saved_step == 4
+    threads.close()
+
+
 @pytest.mark.parametrize("kind", [StorageUnavailableError, SaveHangsError])
 async def test_what_a_failed_try_has_written_is_deleted_unless_a_save_hangs(
     tmp_path: Path, make_settings: Callable[..., RunSettings], kind: type[StorageUnavailableError]
 ) -> None:
     threads, trainer = StoreThreads(), Trainer("actor", QuickStub(), make_settings().actor)  # type: ignore[arg-type]
     storage = open_storage(str(tmp_path))
-    saver = CheckpointSaver([trainer], Checkpoints(storage, 2), threads, saved_step=0)
+    saver = saver_of(trainer, Checkpoints(storage, 2), threads)
 
     async def failing() -> RunPoint:
         async with asyncio.timeout(DEADLINE_S):

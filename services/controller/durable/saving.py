@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from rolecall.checkpoint.manifest import Attempt, StoredFile
 from rolecall.errors import DiskFullError, RoleCallError, SaveHangsError, StorageUnavailableError
+from services.controller.durable.commits import Commits
 from services.controller.durable.run_point import Checkpoints, RunPoint
 from services.controller.step.trainers import Trainer
 from services.controller.tasks import first_error
@@ -28,10 +29,16 @@ class CheckpointSaver:
     """Saves checkpoints beside the steps of one loop."""
 
     def __init__(
-        self, trainers: Sequence[Trainer], checkpoints: Checkpoints, threads: StoreThreads, saved_step: int
+        self,
+        trainers: Sequence[Trainer],
+        checkpoints: Checkpoints,
+        commits: Commits,
+        threads: StoreThreads,
+        saved_step: int,
     ) -> None:
         self._trainers = trainers
         self._checkpoints = checkpoints
+        self._commits = commits
         self._threads = threads
         self.saved_step = saved_step
         """Steps that the newest committed checkpoint covers; 0 when there is none."""
@@ -59,6 +66,7 @@ class CheckpointSaver:
         await self.finish()
         started = time.monotonic()
         try:
+            await self._commits.over()  # of an earlier life: it deletes what other attempts at its step have written
             attempt = self._checkpoints.begin(step)
         except BaseException:
             given_up()
@@ -80,7 +88,7 @@ class CheckpointSaver:
         """Waits for the one in flight. Raises what it failed with: NO_ROOM, or the error of a role."""
         if self._task is not None:
             task = self._task
-            await asyncio.wait({task})  # bounded: by the deadlines of the trainers' calls
+            await asyncio.wait({task})  # bounded: by the deadlines of the trainers' calls and of the commit
             self._task = None
             task.result()
 
@@ -132,7 +140,7 @@ class CheckpointSaver:
         started = time.monotonic()
         try:
             files = await shares  # bounded: by the deadlines of the trainers' calls
-            await self._threads.call(self._checkpoints.commit, attempt, files, point)
+            await self._commits.make(attempt, files, point)
         except BaseException as error:
             self.step = self.saved_step
             given_up()
