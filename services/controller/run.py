@@ -134,8 +134,9 @@ class ControllerRun:
             await self._threads.settle()
 
     async def _live(self, ctl: int, budget: RecoveryBudget) -> None:
-        """One life of the loop, to its end; none when a stop is asked for before it begins. Rollouts that share the
-        trainers' devices begin to load when the trainers have, and stand where the store does.
+        """One life of the loop, to its end; none when a stop is asked for before it begins: BudgetSpentError where a
+        checkpoint was asked for with it, and the newest one is of another step. Rollouts that share the trainers'
+        devices begin to load when the trainers have, and stand where the store does.
         """
         parts = self._parts
         shifts, recovering = parts.shifts, self._board.num_recoveries > 0
@@ -145,13 +146,28 @@ class ControllerRun:
         first |= set() if recovering else {"reward"}
         await shifts.begin(ctl)
         if not await self._wait_for_roles(first if shifts.are_taken else first | then):
-            return
+            return await self._require_saved()
         budget.recovered()
         recovered = await self._recovery.run(ctl)
         await shifts.to_publishing(ctl)
         if shifts.are_taken and not await self._wait_for_roles(then):
-            return
+            return await self._require_saved()
         await Loop(parts, recovered).run()
+
+    async def _require_saved(self) -> None:
+        """BudgetSpentError when the stop asks for a checkpoint, and the newest one is not of the step that the store
+        stands at: no loop comes that makes it.
+        """
+        if not self._board.stop_with_checkpoint:
+            return
+        why = self._board.failure or f"the run was stopped while it waited for {self._board.waiting_for}"
+        try:
+            step = (await self._threads.call(self._ledger.position)).step
+            latest = await self._threads.call(self._parts.checkpoints.latest)
+        except RoleCallError as error:
+            raise BudgetSpentError(f"{why}; whether there is a checkpoint is not known: {error.message}") from error
+        if latest is None or latest[1].step != step:
+            raise BudgetSpentError(f"{why}; no checkpoint of step {step} was saved")
 
     async def _store_went_back(self, error: RoleCallError) -> bool:
         """Whether the loop failed because the store lost what it had acknowledged, or may have: it is away now. Then a

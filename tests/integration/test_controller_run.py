@@ -552,6 +552,25 @@ async def test_people_pause_resume_checkpoint_and_stop_a_run(light_run: LightRun
     assert balance(run)[1] == 4 * stopped.step
 
 
+async def test_a_stop_with_a_checkpoint_before_the_roles_are_up_says_that_there_is_none(light_run: LightRun) -> None:
+    async with light_run(run={"num_steps": 4, "checkpoint_every_steps": 1}) as run:
+        async with run.controller() as life:
+            await life.shows(lambda status: "rollouts" in status.waiting_for)
+            await life.stub.StopRun(pb.StopRunRequest(checkpoint=True))
+            with pytest.raises(
+                BudgetSpentError, match=r"stopped while it waited for rollouts; no checkpoint of step 0 was saved"
+            ):
+                await life.ends()
+        async with run.controller() as life, run.rollout("rollout-0"):
+            await life.reaches(1)
+            await life.stub.StopRun(pb.StopRunRequest(checkpoint=True))
+            await life.ends()
+        async with run.controller() as life:
+            await life.shows(lambda status: "rollouts" in status.waiting_for)
+            await life.stub.StopRun(pb.StopRunRequest(checkpoint=True))
+            await life.ends()  # the step was saved before
+
+
 async def test_a_stop_ends_a_run_whose_scorer_is_away_with_a_checkpoint(light_run: LightRun) -> None:
     is_away = False
 

@@ -228,9 +228,10 @@ async def test_a_stop_leaves_an_evaluation_out_and_a_run_that_goes_on_from_its_s
         async with run.rollout("rollout-0", engine=engine):
             async with run.controller() as life:
                 await life.shows(lambda status: status.waiting_for == "the evaluation of step 0")
-                await life.stub.StopRun(controller_pb2.StopRunRequest())
+                await life.stub.StopRun(controller_pb2.StopRunRequest(checkpoint=True))
                 await life.ends()
                 stopped_at = (await life.status()).step
+                assert run.newest().step == stopped_at
             engine.may_answer.set()
             await run.to_the_end()
         assert stopped_at == int(is_beside)  # a step was trained beside it
