@@ -59,7 +59,8 @@ def steer(command: str, run: str, *, tls: Path | None = None, checkpoint: bool =
     """Carries out `command` on the run named by a run directory, a configuration file or a controller's address;
     returns the exit code.
 
-    Of a run that is over, status and watch show what its directory says; there is nothing left to steer.
+    Of a run that is over, status and watch show what its directory says; there is nothing left to steer. A watch ends
+    with 1 when the run failed.
     """
     found = find(run, Caller.VIEWER if command in _READING else Caller.OPERATOR, tls)
     try:
@@ -72,7 +73,7 @@ def steer(command: str, run: str, *, tls: Path | None = None, checkpoint: bool =
             ) from error
         status = _without_the_moment(record.status)
         sys.stdout.write(as_json_line(status, record) if as_json else _last_of(status, record))
-        return 0
+        return int(command == "watch" and record.exit_code == 1)
 
 
 def profile(run: Run, role: str, num_steps: int) -> int:

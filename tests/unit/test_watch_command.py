@@ -1,6 +1,6 @@
 """`rolecall watch` over the lives of a controller, as its stub gives them."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +8,9 @@ import pytest
 
 from rolecall.commands import steer
 from rolecall.errors import RoleCallError, StoreUnavailableError, UnavailableError
-from rolecall.launcher.plan import run_lock
-from rolecall.launcher.run_record import keep_record
-from rolecall.settings import RpcSection, RunSection
+from rolecall.launcher.plan import run_lock, write_config
+from rolecall.launcher.run_record import INTERRUPTED, keep_record
+from rolecall.settings import RpcSection, RunSection, RunSettings
 from rolecall.v1 import controller_pb2 as pb
 
 RUNNING = pb.RunStatus(run="test", state=pb.RUN_STATE_RUNNING, step=1, total_steps=4)
@@ -53,6 +53,18 @@ async def test_a_controller_that_failed_is_watched_on_while_a_launcher_starts_it
 @pytest.mark.parametrize("is_known", [True, False])
 async def test_a_run_that_failed_for_good_ends_its_watch(tmp_path: Path, is_known: bool) -> None:
     assert await watch(Lives([RUNNING, FAILED]), tmp_path if is_known else None) == 1
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, 0), (1, 1), (INTERRUPTED, 0)])
+def test_a_watch_of_a_run_that_is_over_says_by_its_code_whether_it_failed(
+    tmp_path: Path, make_settings: Callable[..., RunSettings], code: int, told: int
+) -> None:
+    settings = make_settings(controller={"address": f"unix:{tmp_path}/nobody.sock"})
+    settings.run.dir.mkdir()
+    write_config(settings)
+    keep_record(settings.run, FAILED if code else DONE, code)
+    assert steer.steer("watch", str(settings.run.dir)) == told
+    assert steer.steer("status", str(settings.run.dir)) == 0
 
 
 async def test_a_controller_that_was_never_seen_is_not_waited_for() -> None:
