@@ -50,6 +50,7 @@ _OF_AN_ATTEMPT = (
     "store.json",
     "last_status.json",
     "tracker_run_id",
+    "tracker_end",
     "metrics.jsonl",
     "samples.jsonl",
     "history.jsonl",

@@ -28,7 +28,7 @@ from rolecall.identity import settle
 from rolecall.launcher.joining import Joining
 from rolecall.launcher.last_words import describe_failure, say_end
 from rolecall.launcher.placed import note_placed
-from rolecall.launcher.plan import plan_workers, prepare_run_dir, resolve, write_config
+from rolecall.launcher.plan import plan_workers, prepare_run_dir, ranks_command, resolve, write_config
 from rolecall.launcher.probes import Probes
 from rolecall.launcher.processes import FINAL_CODES, Processes, Worker
 from rolecall.launcher.progress import LONG_WAIT_S, Steady, View
@@ -41,6 +41,7 @@ from rolecall.rpc.identity import acting_as
 from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.probe import require_free_name
+from rolecall.trackers.tracker import shows_a_run_that_goes_on
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 
 POLL_S = 0.1
@@ -55,6 +56,8 @@ RUN_CALL_TIMEOUT_S = 5.0
 """Deadline of the request to stop, and of a look at the run where no stream is left to follow it."""
 CHECKPOINT_GRACE_S = 60.0
 """Time for the run to end with a checkpoint after a budget was spent."""
+TRACKERS_S = 60.0
+"""Time for the trackers to be told in the controller's place that the run failed, their libraries' import included."""
 
 _FINAL_STATES = (controller_pb2.RUN_STATE_DONE, controller_pb2.RUN_STATE_FAILED)
 _STORE = "store"
@@ -107,6 +110,8 @@ class Supervisor:
         self._status = controller_pb2.RunStatus()
         """Last heard of the run."""
         self._failure = ""
+        self._controller: Worker | None = None
+        """The local one."""
         self._ended_at: float | None = None
         """When a final state was heard."""
         self._due: dict[str, tuple[float, Callable[[], None]]] = {}
@@ -164,6 +169,7 @@ class Supervisor:
         url_of = (lambda role: given.get_secret_value()) if given else (await self._start_store()).url_of
         for worker in plan_workers(self._settings, self._resolved, url_of, self._package):
             self._start(worker)
+            self._controller = worker if worker.role == "controller" else self._controller
         run, number = self._resolved.run, len(self._processes.running)
         self._view.note(
             f"run {run.name} in {run.dir}: controller at {self._resolved.controller.address}, {number} processes, "
@@ -343,6 +349,8 @@ class Supervisor:
             await self._stop_with_checkpoint()
         elif self._status.run and "controller" in self._processes.running:  # it shows how the run ended
             await self._stop(checkpoint=False)
+        if self._controller is not None and "controller" not in self._processes.running:
+            await self._tell_trackers(self._controller)
         if self._status.step > 0:
             step, saved = (
                 self._status.step,
@@ -368,6 +376,22 @@ class Supervisor:
             and self._ended_at is None
             and not any(start.worker.role == "controller" for start, _ in self._processes.poll())
         ):
+            await asyncio.sleep(POLL_S)
+
+    async def _tell_trackers(self, controller: Worker) -> None:
+        """Has a process show the trackers that the run failed, where its controller ended and left it as going on."""
+        run_dir = self._resolved.run.dir
+        if not shows_a_run_that_goes_on(run_dir):
+            return
+        command = ranks_command(1, ["rolecall.trackers", str(run_dir / "config.yaml")])
+        try:
+            self._processes.start(Worker("trackers", "trackers", command, controller.environment, controller.log))
+        except OSError as error:  # a full disk may be what the controller died of
+            self._view.note(f"the trackers could not be told: {error}")
+            return
+        deadline = time.monotonic() + TRACKERS_S
+        while time.monotonic() < deadline and "trackers" in self._processes.running:
+            self._processes.poll()
             await asyncio.sleep(POLL_S)
 
     async def _stop(self, *, checkpoint: bool) -> bool:

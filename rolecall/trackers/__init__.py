@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from rolecall.errors import ConfigError
@@ -18,10 +19,10 @@ from rolecall.settings import PluginSection, RunSettings, SftSettings, TrackersS
 from rolecall.trackers.background_tracker import BackgroundTracker
 from rolecall.trackers.file_trackers import JsonlFile, JsonlTracker, TensorBoardTracker
 from rolecall.trackers.mlflow import MlflowTracker
-from rolecall.trackers.tracker import End, TrackedRun, Tracker
+from rolecall.trackers.tracker import End, TrackedRun, Tracker, note_end
 from rolecall.trackers.wandb import WandbTracker
 
-__all__ = ["End", "TrackedRun", "Tracker", "Trackers", "require"]
+__all__ = ["End", "TrackedRun", "Tracker", "Trackers", "require", "show_failure"]
 
 
 def require(section: TrackersSection) -> Iterator[str]:
@@ -60,16 +61,8 @@ class Trackers:
         if section.tensorboard:
             self._files.append(TensorBoardTracker(run_dir / "tensorboard"))
         self._samples = JsonlFile(run_dir / "samples.jsonl")
-        self._remote: list[BackgroundTracker] = []
-        if section.wandb_project is None and section.mlflow_uri is None and section.custom is None:
-            return
-        run = TrackedRun.of(settings)
-        if section.wandb_project is not None:
-            self._remote.append(BackgroundTracker("wandb", partial(WandbTracker, run, section.wandb_project)))
-        if section.mlflow_uri is not None:
-            self._remote.append(BackgroundTracker("mlflow", partial(MlflowTracker, run, section.mlflow_uri)))
-        if section.custom is not None:
-            self._remote.append(BackgroundTracker(section.custom.name, partial(_open_custom, section.custom, run)))
+        self._remote = _open_remote(settings)
+        self._run_dir = run_dir
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Gives a step's numbers to every tracker."""
@@ -95,10 +88,40 @@ class Trackers:
         """
         for file in self._files:
             file.close()
-        for tracker in self._remote:
-            tracker.begin_to_flush(end)
-        for tracker in self._remote:
-            tracker.flush()
+        _flush(self._remote, end, self._run_dir)
+
+
+def show_failure(settings: RunSettings | SftSettings) -> None:
+    """Shows in the remote trackers that the run failed, in the place of a process that ended before it could. Returns
+    as `Trackers.flush` does. ConfigError as `require`.
+    """
+    for _ in require(settings.trackers):
+        pass
+    _flush(_open_remote(settings), End.FAILED, settings.run.dir)
+
+
+def _open_remote(settings: RunSettings | SftSettings) -> list[BackgroundTracker]:
+    section, remote = settings.trackers, list[BackgroundTracker]()
+    if section.wandb_project is None and section.mlflow_uri is None and section.custom is None:
+        return remote
+    run = TrackedRun.of(settings)
+    if section.wandb_project is not None:
+        remote.append(BackgroundTracker("wandb", partial(WandbTracker, run, section.wandb_project)))
+    if section.mlflow_uri is not None:
+        remote.append(BackgroundTracker("mlflow", partial(MlflowTracker, run, section.mlflow_uri)))
+    if section.custom is not None:
+        remote.append(BackgroundTracker(section.custom.name, partial(_open_custom, section.custom, run)))
+    note_end(settings.run.dir, None)
+    return remote
+
+
+def _flush(trackers: list[BackgroundTracker], end: End, run_dir: Path) -> None:
+    for tracker in trackers:
+        tracker.begin_to_flush(end)
+    for tracker in trackers:
+        tracker.flush()
+    if trackers:
+        note_end(run_dir, end)
 
 
 def _open_custom(section: PluginSection, run: TrackedRun) -> Tracker:

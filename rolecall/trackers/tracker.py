@@ -4,16 +4,20 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rolecall.disk import replace_text
+from rolecall.errors import RoleCallError
 from rolecall.settings import RunSettings, SftSettings
 
 ID_FILE = "tracker_run_id"
 """File in the run's directory: the id under which remote trackers know the run."""
+END_FILE = "tracker_end"
+"""File in the run's directory, where no process has remote trackers open: what they were last told."""
 _CREDENTIALS = re.compile(
     r"(?<=://)[^/@\s]*@|(?<=[?&])[^=&\s]*(?:pass|token|secret|key)[^=&\s]*=[^&\s]*", re.IGNORECASE
 )
@@ -47,6 +51,21 @@ class End(Enum):
     """This process was told to end before the run was over; another may go on."""
     GOES_ON = auto()
     """This process failed, and another goes on."""
+
+
+def note_end(run_dir: Path, end: End | None) -> None:
+    """Keeps what the remote trackers were told; None: they are open. A full disk costs the note and nothing else."""
+    with suppress(RoleCallError):
+        if end is None:
+            (run_dir / END_FILE).unlink(missing_ok=True)
+        else:
+            replace_text(run_dir / END_FILE, end.name + "\n")
+
+
+def shows_a_run_that_goes_on(run_dir: Path) -> bool:
+    """Whether remote trackers know the run, and whoever told them last did not say that it is over or was stopped."""
+    file = run_dir / END_FILE
+    return (run_dir / ID_FILE).is_file() and (not file.is_file() or file.read_text().strip() == End.GOES_ON.name)
 
 
 @runtime_checkable

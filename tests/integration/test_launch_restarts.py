@@ -22,6 +22,7 @@ from pydantic import SecretStr
 from rolecall.launcher.run_record import read_record
 from rolecall.settings import StoreSection, child_environment, store_url_file
 from rolecall.store.connection import connect
+from rolecall.trackers.tracker import END_FILE, ID_FILE
 from tests.smallest import smallest_tree
 
 ROOT = Path(__file__).parents[2]
@@ -37,13 +38,14 @@ class Launch:
     said: list[str] = field(default_factory=list)
     process: "subprocess.Popen[str] | None" = None
 
-    def start(self, **launcher: float) -> "Launch":
+    def start(self, trackers: dict[str, Any] | None = None, **launcher: float) -> "Launch":
         """Starts it and waits until every role is up. Back-offs are short unless `launcher` says otherwise."""
         tree = smallest_tree(
             self.folder,
             run={"name": "fake", "dir": "run", "num_steps": 9},
             model={"path": str(self.folder)},  # nobody loads one
             launcher={"backoff_s": 0.05, **launcher},
+            trackers=trackers or {},
         )
         (self.folder / "train.jsonl").touch()
         config = self.folder / "fake.yaml"
@@ -175,6 +177,35 @@ def test_a_spent_budget_ends_the_run_with_a_checkpoint_and_the_role_s_last_words
     assert "there is a checkpoint of step 3; --resume goes on from it" in output
     assert (launch.run_dir / "told_of").read_text() in output
     assert "reward ended with exit code 75" in (launch.run_dir / "told_of").read_text()
+
+
+ENDED = """
+import pathlib
+
+class Ended:
+    def __init__(self, run, path): self.run, self.path = run, pathlib.Path(path)
+    def log(self, step, values): pass
+    def keep_samples(self, step, samples): pass
+    def close(self): pass
+    def end(self, how):
+        with self.path.open("a") as file: file.write(f"{self.run.id} {how.name}\\n")
+"""
+
+
+@pytest.mark.parametrize(("last_told", "told"), [(None, "abcd FAILED"), ("GOES_ON", "abcd FAILED"), ("DONE", "")])
+def test_trackers_are_told_that_a_run_failed_whose_controller_is_given_up(
+    launch: Launch, last_told: str | None, told: str
+) -> None:
+    (launch.folder / "ended.py").write_text(ENDED)
+    file = launch.folder / "told"
+    custom = {"function": f"{launch.folder}/ended:Ended", "options": {"path": str(file)}}
+    launch.start({"tensorboard": False, "custom": custom}, max_restarts=0)
+    (launch.run_dir / ID_FILE).write_text("abcd\n")  # as the controller, which is a fake, would have left it
+    if last_told is not None:
+        (launch.run_dir / END_FILE).write_text(f"{last_told}\n")
+    launch.signal("controller", signal.SIGKILL)
+    assert launch.end() == 1
+    assert (file.read_text() if file.exists() else "").strip() == told
 
 
 def test_without_an_actor_there_is_no_checkpoint_and_it_says_so(launch: Launch) -> None:

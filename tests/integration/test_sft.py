@@ -229,6 +229,7 @@ def interruptible() -> Iterator[None]:
         pytest.param(0, 0, "DONE", marks=pytest.mark.thorough("test_trackers_are_told_how_it_ended")),
         pytest.param(signal.SIGINT, 1, "STOPPED", marks=pytest.mark.thorough("test_trackers_are_told_how_it_ended")),
         (signal.SIGUSR1, 1, "FAILED"),
+        (signal.SIGKILL, 1, "FAILED"),
     ],
 )
 def test_trackers_are_told_how_it_ended(
