@@ -266,7 +266,9 @@ class StepRun:
 
     def recovery(self) -> Recovery:
         trainers: list[Trainer] = [*self.trainers()]
-        return Recovery(self.settings, self.ledger, self.threads, trainers, self.checkpoints, 0, lambda what: None)
+        return Recovery(
+            self.settings, self.ledger, self.rows, self.threads, trainers, self.checkpoints, 0, lambda what: None
+        )
 
     def parts(self, board: RunBoard) -> Parts:
         actor, critic = self.trainers()

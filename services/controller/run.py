@@ -59,6 +59,7 @@ class ControllerRun:
         self._recovery = Recovery(
             settings,
             parts.ledger,
+            parts.rows,
             parts.threads,
             parts.trainers,
             parts.checkpoints,

@@ -16,6 +16,7 @@ from services.controller.durable.recovery import Recovery
 from services.controller.step.trainers import ActorTrainer, CriticTrainer
 from tests.unit.test_controller_batches import run_settings
 
+NOTHING = cast(Any, None)
 EXACT = {"components": {"right": {"scorer": {"kind": "exact_match"}}}}
 PLAIN = {
     *("token_ids", "response_mask", "rollout_logprobs", "policy_versions"),
@@ -76,13 +77,31 @@ def test_a_batch_that_lacks_what_the_actor_reads_is_refused_unless_the_critic_al
     batch = trajectory_pb2.TrainBatch(critic_only=critic_only, columns=["token_ids"])
     settings = SimpleNamespace(columns_trained_on={"ref/logprobs": "algorithm.kl"})
     ledger = SimpleNamespace(sealed=lambda step: batch)
-    recovery = Recovery(cast(Any, settings), cast(Any, ledger), cast(Any, None), (), cast(Any, None), 0, print)
+    recovery = Recovery(cast(Any, settings), cast(Any, ledger), NOTHING, NOTHING, (), NOTHING, 0, print)
     position = cast(RunPosition, SimpleNamespace(set_back=False, step=4))
     if critic_only:
         recovery.require_columns(position, 4)
     else:
         with pytest.raises(ConfigError, match="the batch of step 4 was sealed without"):
             recovery.require_columns(position, 4)
+
+
+@pytest.mark.parametrize("top_k", [4, 8, None])
+def test_groups_in_flight_that_were_ranked_for_another_top_k_are_refused(top_k: int | None) -> None:
+    groups = [trajectory_pb2.CommittedGroup(gid=gid, rows=[trajectory_pb2.RowRef(id=f"{gid}/0")]) for gid in range(3)]
+    read = {"0/0": {}, "1/0": {"teacher/topk_ids": np.zeros((5, 4), np.int32)}, "2/0": {}}
+    ledger = SimpleNamespace(
+        read_committed=lambda position, count, wait_s: [("1-1", group) for group in groups] if position == "0" else []
+    )
+    rows = SimpleNamespace(read=lambda refs, columns, optional: [read[refs[0].id]])
+    distillation = SimpleNamespace(top_k=top_k)
+    settings = SimpleNamespace(algorithm=SimpleNamespace(distillation=distillation))
+    recovery = Recovery(cast(Any, settings), cast(Any, ledger), cast(Any, rows), NOTHING, (), NOTHING, 0, print)
+    if top_k == 8:
+        with pytest.raises(ConfigError, match=r"ranked for 4, and 8 make no batch with them; resume with 4"):
+            recovery.require_one_width()
+    else:
+        recovery.require_one_width()
 
 
 def test_trainers_are_asked_for_the_columns_that_they_write() -> None:

@@ -11,13 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rolecall.checkpoint.manifest import Committed
+from rolecall.columns import TOPK_IDS
 from rolecall.errors import CheckpointMismatchError, ConfigError, StoreRolledBackError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import batch_bytes
 from rolecall.store.ledger import Ledger
 from rolecall.store.position import RunPosition, Snapshot
+from rolecall.store.rows import Rows
 from rolecall.v1 import training_pb2, trajectory_pb2
-from services.controller.durable.in_flight import decode_prompts
+from services.controller.durable.in_flight import READ_COUNT, decode_prompts
 from services.controller.durable.run_point import Checkpoints, RunPoint
 from services.controller.recovered import Recovered
 from services.controller.step.adaptive import AdaptiveState
@@ -33,6 +35,7 @@ class Recovery:
 
     settings: RunSettings
     ledger: Ledger
+    rows: Rows
     threads: StoreThreads
     trainers: Sequence[Trainer]
     """The actor first."""
@@ -69,6 +72,7 @@ class Recovery:
                 versions.append(await self._bring_up(ctl, trainer, info, latest, snapshot.position.step))
             if any(info.step > snapshot.position.step for info in infos):
                 snapshot = await self._finish_step(ctl, snapshot.position.step)
+        await self.threads.call(self.require_one_width)
         curriculum, step = self.settings.algorithm.curriculum, snapshot.position.step
         return Recovered(
             ctl=ctl,
@@ -102,6 +106,28 @@ class Recovery:
                     "without, and that batch may be trained again: no checkpoint covers it. Resume once with "
                     f"{asked[name]} as it was, end that by `rolecall stop --checkpoint`, then resume with the new one"
                 )
+
+    def require_one_width(self) -> None:
+        """ConfigError when groups in flight were ranked by their teacher for another algorithm.distillation.top_k:
+        columns are written once, and rows of two widths make no batch. The oldest that was ranked tells. Blocks.
+        """
+        distillation = self.settings.algorithm.distillation
+        if distillation is None or distillation.top_k is None:
+            return
+        position = "0"
+        while entries := self.ledger.read_committed(position, READ_COUNT, 0.0):
+            position = entries[-1][0]
+            for _, group in entries:
+                row = self.rows.read([group.rows[0]], (), [TOPK_IDS])[0]
+                if TOPK_IDS not in row:
+                    continue
+                if (before := row[TOPK_IDS].shape[1]) != distillation.top_k:
+                    raise ConfigError(
+                        f"algorithm.distillation.top_k: groups in flight were ranked for {before}, and "
+                        f"{distillation.top_k} make no batch with them; resume with {before}, or go back to a "
+                        "checkpoint by `rolecall rewind`, from where they are sampled again"
+                    )
+                return
 
     async def _continues(
         self, position: RunPosition, point: RunPoint, infos: Sequence[training_pb2.GetTrainerInfoResponse]
