@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 
 from rolecall.errors import (
     BudgetSpentError,
+    ConfigError,
     FencedError,
     InvalidInputError,
     RoleCallError,
@@ -236,7 +237,11 @@ class ControllerRun:
             elif name == "reward":
                 await self._parts.reward.describe()
             elif name in self._parts.references:
-                await self._parts.references[name].GetInfo(reference_pb2.GetReferenceInfoRequest())
+                info = await self._parts.references[name].GetInfo(reference_pb2.GetReferenceInfoRequest())
+                if info.instance != name:  # it would write the columns that it is asked for, of another model
+                    raise ConfigError(
+                        f"references.{name}.address: the reference {info.instance!r} answers there; correct the address"
+                    )
             else:
                 await next(trainer for trainer in self._parts.trainers if trainer.name == name).info()
         except RoleCallError as error:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.v1 import reference_pb2, reference_pb2_grpc, training_pb2
 from rolecall.v1.trajectory_pb2 import RowRef
@@ -25,8 +27,9 @@ MakeSettings = Callable[..., RunSettings]
 class LightTeacher(reference_pb2_grpc.ReferenceServiceServicer):
     """A teacher that finds every token as likely as e^logprob, and remembers whom it taught."""
 
-    def __init__(self, store: StoreUnderTest, logprob: float) -> None:
+    def __init__(self, store: StoreUnderTest, instance: str, logprob: float) -> None:
         self.store = store
+        self.instance = instance
         self.logprob = logprob
         self.taught: dict[str, RowRef] = {}
         self.prefixes: set[str] = set()
@@ -49,7 +52,7 @@ class LightTeacher(reference_pb2_grpc.ReferenceServiceServicer):
     async def GetInfo(
         self, request: reference_pb2.GetReferenceInfoRequest, context: Any
     ) -> reference_pb2.GetReferenceInfoResponse:
-        return reference_pb2.GetReferenceInfoResponse(world_size=1)
+        return reference_pb2.GetReferenceInfoResponse(instance=self.instance, world_size=1)
 
 
 async def section_of(stack: AsyncExitStack, teacher: LightTeacher) -> dict[str, str]:
@@ -67,7 +70,7 @@ async def test_two_teachers_each_teach_the_prompts_of_their_subject(
         for i, subject in enumerate(subjects)
     )
     (tmp_path / "taught.jsonl").write_text("".join(lines))
-    reckoner, coder = LightTeacher(store, -0.5), LightTeacher(store, -2.0)
+    reckoner, coder = LightTeacher(store, "reckoner", -0.5), LightTeacher(store, "coder", -2.0)
     distillation = {"field": "subject", "teachers": {"math": "reckoner", "code": "coder"}, "coef": 0.5}
     async with AsyncExitStack() as stack:
         sections: dict[str, Any] = {
@@ -96,6 +99,21 @@ async def test_two_teachers_each_teach_the_prompts_of_their_subject(
         np.testing.assert_allclose(row["advantages"], expected, atol=1e-6)
     assert run.actor.trainer.columns_asked == [(step, 4) for step in range(3)]
     assert all("distillation/reverse_kl" in line for line in run.metrics())
+
+
+async def test_teachers_whose_addresses_were_exchanged_teach_nothing(
+    light_run: LightRun, store: StoreUnderTest
+) -> None:
+    kl = {"groups_per_batch": 4, "kl": {"reference": "ref", "kl_coef": 0.1}}
+    async with AsyncExitStack() as stack:
+        other = LightTeacher(store, "other", -0.5)
+        run = await stack.enter_async_context(
+            light_run(algorithm=kl, references={"ref": await section_of(stack, other)})
+        )
+        life = await stack.enter_async_context(run.controller())
+        with pytest.raises(ConfigError, match=r"references\.ref\.address: the reference 'other' answers there; corr"):
+            await life.ends()
+    assert not other.taught
 
 
 async def test_the_actor_is_asked_before_the_seal_for_what_an_estimator_reads_of_it(light_run: LightRun) -> None:
