@@ -17,7 +17,7 @@ from rolecall.checkpoint.storage import open_storage
 from rolecall.config_file import read_tree
 from rolecall.disk import replace_text
 from rolecall.errors import ConfigError, NotFoundError
-from rolecall.settings import LoraSection, RunSettings, SftSettings
+from rolecall.settings import LoraSection, PluginSection, RunSettings, SftSettings
 
 FILE = "identity.json"
 """File in run.dir."""
@@ -58,7 +58,7 @@ _OF_BOTH = (
     Fixed(
         "data.preprocess",
         "it says what the prompts are",
-        lambda settings: settings.data.preprocess and [settings.data.preprocess.name, settings.data.preprocess.options],
+        lambda settings: settings.data.preprocess and _of_function(settings.data.preprocess),
     ),
     Fixed("data.shuffle", "the place in the data is a number of rows", lambda settings: settings.data.shuffle),
     Fixed(
@@ -204,6 +204,11 @@ def _of_critic(settings: RunSettings) -> dict[str, Any] | None:
     if critic is None or critic.lora is None:
         return None
     return {**critic.lora.as_kept(), "base": _of_model(critic.path or settings.model.path)}
+
+
+def _of_function(section: PluginSection) -> list[str]:
+    """Its name and its options, which may be of YAML's types that JSON lacks."""
+    return [section.name, json.dumps(section.options, sort_keys=True, default=str)]
 
 
 def _of_files(paths: tuple[Path, ...]) -> str | list[str]:

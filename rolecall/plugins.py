@@ -68,9 +68,16 @@ def _check_call(function: Callable[..., Any], named: str, first: str, options: l
 
 def load_plugin(section: PluginSection, field: str, first: str = "a batch") -> Callable[..., Any]:
     """The function of `section`, which is called with `first` and the section's options. ConfigError names `field` when
-    there is none, or none that takes them.
+    there is none, or none that takes them, or what its module raises while it is imported.
     """
-    return load_function(section.name, field, section.folder, first=first, options=section.options)
+    try:
+        return load_function(section.name, field, section.folder, first=first, options=section.options)
+    except ConfigError:
+        raise
+    except Exception as error:  # anything may come out of a module of the user's
+        raise ConfigError(
+            f"{field} {section.name!r} cannot be imported: {type(error).__name__}: {error}; correct the module"
+        ) from error
 
 
 def main() -> int:

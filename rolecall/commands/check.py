@@ -203,7 +203,7 @@ def _epochs(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
     steps, groups = settings.run.num_steps, settings.algorithm.groups_per_batch
     if prompts and steps:
         yield (
-            f"  {steps} steps of {groups} groups are {steps * groups / len(prompts):.3g} epochs of these prompts, more "
+            f"  {steps} steps of {groups} groups are {steps * groups / len(prompts):.4g} epochs of these prompts, more "
             "where groups are dropped or prompts are left out"
         )
 

@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -154,23 +155,42 @@ def _preprocessing(section: PluginSection | None) -> Callable[[dict[str, Any], s
     """
     if section is None:
         return lambda row, where: row
-    function = load_plugin(section, PREPROCESS, "a row")
+    with redirect_stdout(sys.stderr):
+        function = load_plugin(section, PREPROCESS, "a row")
 
     def own(row: dict[str, Any], where: str) -> dict[str, Any] | None:
         try:
-            made = function(row, **section.options)
-        except Exception as error:  # anything may come out of a function of the user's
+            with redirect_stdout(sys.stderr):  # what it prints is no part of a command's answer
+                made = function(row, **section.options)
+        except (Exception, SystemExit) as error:  # anything may come out of a function of the user's
             raise ConfigError(
                 f"{where}: {PREPROCESS} raised {type(error).__name__}: {error}; correct it or the line"
             ) from error
-        if made is not None and not (isinstance(made, dict) and all(isinstance(name, str) for name in made)):
+        if made is None:
+            return None
+        if not isinstance(made, dict):
             raise ConfigError(
                 f"{where}: {PREPROCESS} returned {_named(made)}, not fields by their names, or None to leave the row "
                 "out; correct it"
             )
-        return made
+        return _as_written(made, where)
 
     return own
+
+
+def _as_written(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """The fields as they would be read from JSON lines: what is checked here is what scorers get."""
+    try:
+        text = json.dumps(fields, default=_plain, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError) as error:  # a key that is no text, a list in itself, half a surrogate pair
+        raise ConfigError(f"{where}: what {PREPROCESS} returned is not JSON ({error}); correct it") from error
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of numpy, which a function may have computed, as Python's; else text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def read_rows(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]:

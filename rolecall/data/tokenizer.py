@@ -16,7 +16,9 @@ from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import ModelSection
 
-_JSON_FILES = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZER_CONFIG = "tokenizer_config.json"
+"""File of a tokenizer's configuration, in which a chat template may stand, too."""
+_JSON_FILES = ("tokenizer.json", TOKENIZER_CONFIG)
 TEMPLATE = "chat_template.jinja"
 """File of a tokenizer's chat template."""
 _FILES = (*_JSON_FILES, TEMPLATE)
@@ -32,10 +34,18 @@ class ChatTokenizer:
         """The tokenizer that a run renders its prompts by. ConfigError names what it lacks."""
         return cls(model.path, model.chat_template_kwargs, model.chat_template)
 
-    def __init__(self, path: Path, template_kwargs: Mapping[str, Any] = {}, template: Path | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        template_kwargs: Mapping[str, Any] = {},
+        template: Path | None = None,
+        *,
+        renders: bool = True,
+    ) -> None:
         """Loads from the model directory `path`. `template_kwargs`: what the template is given besides conversations
         (model.chat_template_kwargs); `template`: the file of one that takes the place of all that the tokenizer has
-        (model.chat_template). ConfigError names what it lacks.
+        (model.chat_template); `renders`: whether conversations are rendered, which needs a template. ConfigError names
+        what it lacks.
         """
         if not (path / "tokenizer.json").is_file():
             raise ConfigError(
@@ -59,7 +69,7 @@ class ChatTokenizer:
         """Whether the tokenizer has chat templates that a file took the place of."""
         if own is not None:
             self.backend.chat_template, self._template_name = own, f"the chat template {template}"
-        if not self.backend.chat_template:
+        if renders and not self.backend.chat_template:
             raise ConfigError(
                 f"model.path {path}: the tokenizer has no chat template; name a file of one as model.chat_template, or "
                 "set tokenizer.chat_template and save it"

@@ -8,7 +8,7 @@ from typing import Any
 
 from rolecall.errors import ConfigError
 from rolecall.manifests.render import dump_all
-from rolecall.settings import RunSettings, TrainerSection
+from rolecall.settings import PluginSection, RunSettings, Section, TrainerSection
 
 PORT = 50051
 """The gRPC port of every role on a cluster: each has a network of its own."""
@@ -32,7 +32,7 @@ def require_paths_under(tree: dict[str, Any], settings: RunSettings, folders: Se
     `tree` names no reward.search_path, it is the file's folder, there as here.
     """
     beside = {} if "search_path" in (tree.get("reward") or {}) else {"reward": {"search_path"}}
-    for name, path in _paths(settings.model_dump(exclude=beside), ""):
+    for name, path in [*_paths(settings.model_dump(exclude=beside), ""), *_modules(settings, "")]:
         if not any(path.is_relative_to(folder) for folder in folders):
             raise ConfigError(
                 f"{name} is {path}, which a container does not see; put it under {' or '.join(folders)}, where the "
@@ -104,6 +104,17 @@ def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
 def as_text(tree: dict[str, Any], head: str) -> str:
     """`tree` as a file, under a comment."""
     return f"# {head}\n" + dump_all([tree])
+
+
+def _modules(value: Any, name: str) -> list[tuple[str, Path]]:
+    """Folders of the modules of functions that the user wrote, but for scorers, which are the reward role's."""
+    if isinstance(value, PluginSection):
+        return [(f"{name}.function", value.folder)]
+    if isinstance(value, Section):
+        value = dict(value)
+    if not isinstance(value, dict):
+        return []
+    return [found for key, part in value.items() for found in _modules(part, f"{name}.{key}".lstrip("."))]
 
 
 def _paths(value: Any, name: str) -> list[tuple[str, Path]]:

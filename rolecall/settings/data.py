@@ -173,12 +173,12 @@ class EvaluationSet(Section):
 
 
 class EvaluationSection(Section):
-    """Evaluation at step 0, every k steps and at the end, on pinned weights."""
+    """Evaluation on pinned weights: at step 0 unless `at_start` is false, every k steps, and at the end."""
 
     at_start: bool = True
     """Whether the model that the run starts from is evaluated, at step 0."""
     every_steps: NonNegativeInt = 0
-    """Steps between evaluations; 0 evaluates only at step 0 and at the end."""
+    """Steps between evaluations; 0: none but the first and the last."""
     beside: bool = False
     """Whether the next step is sampled and trained meanwhile; its publish waits for the evaluation. Not with rollouts
     that sleep while the trainers work (rollout.sleep_mode).

@@ -56,7 +56,7 @@ class Conversations:
         if settings.process is not None:
             self._separator = separator_id(settings.process, tokenizer)
             policy = settings.process.policy
-            self._policy = tokenizer if policy is None else ChatTokenizer(policy)
+            self._policy = tokenizer if policy is None else ChatTokenizer(policy, renders=False)
 
     def tokens_of(self, item: Item) -> Tokens | Failure:
         """Renders and tokenizes the item, or says why it cannot be scored."""

@@ -3,6 +3,7 @@ contract, in a process of its own.
 """
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -121,6 +122,19 @@ def test_an_earlier_turn_that_could_write_another_is_an_error(tmp_path: Path, ro
     failure = ours.tokens_of(Item("a", "42", messages=(*QUESTION, *said, turn)))
     assert isinstance(failure, Failure)
     assert failure.code == "SPECIAL_TOKEN_IN_TURN"
+
+
+def test_a_policy_whose_tokens_are_told_needs_no_chat_template(tmp_path: Path) -> None:
+    """As that of a base model whose run names model.chat_template."""
+    write_tokenizer(tmp_path / "policy")
+    for file in (tmp_path / "policy").glob("*.jinja"):
+        file.unlink()
+    config = tmp_path / "policy" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": None}))
+    process = {"separator": "<|pad|>", "token_rewards": True, "policy": tmp_path / "policy"}
+    ours, tokenizer = conversations(tmp_path, process=process)
+    ids = np.asarray(tokenizer.encode("42"), np.int32)
+    assert isinstance(ours.tokens_of(Item("a", "42", response_token_ids=ids, messages=QUESTION)), Tokens)
 
 
 def test_a_step_is_what_stands_between_the_splits(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def test_replicas_ranks_references_and_ports_are_those_of_the_run(tmp_path: Path
     [
         ("--run.name=Sort_Digits", "run.name 'Sort_Digits' names the project"),
         ("--model.path=/home/me/model", "model.path is /home/me/model, which a container does not see"),
+        ("--data.preprocess={function: rows:row}", "data.preprocess.function is "),
         ("--actor.address=elsewhere:9001", "actor.address: the project has its own actor"),
         ("--rpc.behind_mesh=true", "rpc.behind_mesh: the roles of a Compose project have no sidecars"),
     ],

@@ -62,6 +62,10 @@ def test_what_lies_in_the_folder_and_is_of_another_run_is_not_written_beside(
             for name in ("2026", "1e5", "08", "0o17", "0x1f", "2026-11-28", "on", "null", "y")
         ),
         ("--model.path=/home/me/model", "model.path is /home/me/model, which a container does not see"),
+        (
+            "--data.preprocess={function: /home/me/code/rows:row}",
+            "data.preprocess.function is /home/me/code, which a container does not see",
+        ),
         ("--weights.ports=x", "weights.ports"),
         (
             "--controller.stall_timeout_s=600",

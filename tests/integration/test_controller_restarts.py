@@ -153,7 +153,7 @@ async def test_a_loss_that_reads_what_batches_lack_is_refused_until_a_checkpoint
         async with run.controller() as life:
             await life.reaches(3)
         before, tree = run.settings, run.settings.model_dump(exclude_defaults=True)
-        tree["references"] = {"ref": await section_of(stack, FrozenTwin(store, -1.0))}
+        tree["references"] = {"ref": await section_of(stack, FrozenTwin(store, "ref", -1.0))}
         tree["algorithm"] = {"groups_per_batch": 4, "kl": {"reference": "ref", "kl_coef": 0.1, "placement": "loss"}}
         regularised = make_settings(**tree)
         run.settings = regularised

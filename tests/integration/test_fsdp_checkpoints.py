@@ -70,8 +70,13 @@ def test_an_export_has_the_run_s_own_chat_template_in_place_of_all_others(tmp_pa
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.chat_template = {"default": "theirs", "tool_use": "theirs, with tools"}
     tokenizer.save_pretrained(source)
+    config = source / "tokenizer_config.json"
+    plain = json.loads(config.read_text())
+    config.write_text(json.dumps(plain | {"chat_template": "theirs, for readers that know this place alone"}))
     save(make_engine(source, chat_template="mine"), tmp_path / "checkpoint")
-    assert AutoTokenizer.from_pretrained(exported(tmp_path / "checkpoint")).chat_template == "mine"
+    model = exported(tmp_path / "checkpoint")
+    assert AutoTokenizer.from_pretrained(model).chat_template == "mine"
+    assert json.loads((model / "tokenizer_config.json").read_text()) == plain
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])

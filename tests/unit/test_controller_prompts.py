@@ -373,6 +373,9 @@ def test_over_long_prompts_are_refused_and_counted_never_truncated(renderer: Pro
 
 
 MINE = """
+import sys
+import numpy as np
+
 def row(fields, mark="####"):
     if fields["answer"] is None:
         return None
@@ -380,6 +383,19 @@ def row(fields, mark="####"):
 
 def text(fields):
     return fields["question"]
+
+def leave(fields):
+    sys.exit(0)
+
+def computed(fields):
+    print("seen")
+    return {"prompt": np.array([fields["question"]])[0], "level": np.int64(3), "parts": np.array([1.5, 2.0])}
+
+def odd(fields):
+    return {"prompt": "hi", "note": chr(0xD800)}
+
+def keyed(fields):
+    return {"prompt": "hi", "map": {(1, 2): 3}}
 """
 
 
@@ -405,9 +421,42 @@ def test_a_function_for_rows_that_cannot_do_them_is_named_with_the_line(tmp_path
         own_rows(tmp_path, "#### 4", "4")
     with pytest.raises(ConfigError, match=r"line 1: data\.preprocess\.function returned a str, not fields by"):
         own_rows(tmp_path, "#### 4", function="text")
+    with pytest.raises(ConfigError, match=r"line 1: data\.preprocess\.function raised SystemExit: 0; correct it"):
+        own_rows(tmp_path, "#### 4", function="leave")
+    with pytest.raises(ConfigError, match=r"line 1: what data\.preprocess\.function returned is not JSON \(.*surrog"):
+        own_rows(tmp_path, "#### 4", function="odd")
+    with pytest.raises(ConfigError, match=r"line 1: what data\.preprocess\.function returned is not JSON \(keys must"):
+        own_rows(tmp_path, "#### 4", function="keyed")
     with pytest.raises(ConfigError, match=r"data\.preprocess\.function: it leaves out all 2 rows of .*p\.jsonl; corr"):
         own_rows(tmp_path, None, None)
     with pytest.raises(ConfigError, match=r"data\.preprocess\.function 'mine_rows:none': the module .* has no functi"):
         own_rows(tmp_path, "#### 4", function="none")
     with pytest.raises(ConfigError, match=r"data\.preprocess\.function 'mine_rows:row' cannot be called with a row an"):
         own_rows(tmp_path, "#### 4", split="main")
+
+
+def test_what_a_users_function_computed_is_checked_as_scorers_get_it(
+    tmp_path: Path, own_modules: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (prompt,) = own_rows(tmp_path, "#### 4", function="computed")
+    assert (prompt.messages, prompt.metadata) == ((("user", "q0"),), {"level": 3, "parts": [1.5, 2.0]})
+    assert type(prompt.metadata["level"]) is int
+    assert capsys.readouterr() == ("", "seen\n"), "what it prints is no part of a command's answer"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import none_such_module", "ModuleNotFoundError: No module named 'none_such_module'"),
+        ("def row(fields:", "SyntaxError: "),
+        ("raise OSError('no net')", "OSError: no net"),
+    ],
+    ids=["import", "syntax", "raises"],
+)
+def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path, own_modules: None, source: str, said: str) -> None:
+    (tmp_path / "mine_rows.py").write_text(source)
+    path = write(tmp_path / "p.jsonl", {"prompt": "hi"})
+    section = data_section(path, preprocess={"function": f"{tmp_path}/mine_rows:row"})
+    with pytest.raises(ConfigError, match=r"data\.preprocess\.function 'mine_rows:row' cannot be imported") as refused:
+        load_prompts(path, section, ELSEWHERE)
+    assert said in refused.value.message

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,9 @@ def test_a_function_for_rows_may_lie_in_another_folder_and_gets_the_same_options
         preprocess = {"function": f"{folder}/mine:row", "options": options}
         return make_settings(data={"train": str(tmp_path / "train.jsonl"), "preprocess": preprocess})
 
-    settle(settings("/one", split="main"))
-    settle(settings("/other", split="main"))
+    odd = {"names": {1: "a", 2: "b"}, "since": date(2024, 1, 1), "x": float("nan")}  # YAML has them, JSON has not
+    settle(settings("/one", split="main", **odd))
+    settle(settings("/other", split="main", **odd))
     with pytest.raises(ConfigError, match=r"started with another data\.preprocess \("):
         settle(settings("/one", split="rest"))
 

@@ -26,7 +26,8 @@ import torch
 
 from rolecall.checkpoint.manifest import StoredFile, store
 from rolecall.checkpoint.storage import Storage
-from rolecall.data.tokenizer import TEMPLATE
+from rolecall.data.json_text import parse_json
+from rolecall.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG
 from rolecall.disk import writing
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, WorkerLostError
 from rolecall.training.model.box import Box
@@ -160,6 +161,11 @@ class Snapshot:
         if self._chat_template is not None:
             files = {name: produce for name, produce in files.items() if not name.endswith(".jinja")}
             files[f"{MODEL}/{TEMPLATE}"] = _text(self._chat_template.encode())
+            tokenizer = self._source / TOKENIZER_CONFIG
+            if tokenizer.is_file():  # some readers know the template in it alone
+                config = parse_json(tokenizer.read_text(encoding="utf-8"))
+                config.pop("chat_template", None)
+                files[f"{MODEL}/{TOKENIZER_CONFIG}"] = _text(json.dumps(config, indent=2).encode())
         files[INDEX] = _text(json.dumps(self._index, indent=1).encode())
         with writing("write a checkpoint to", Path(storage.url)):
             return (*everyone, *(store(storage, name, produce) for name, produce in files.items()))
