@@ -108,7 +108,7 @@ def _functions(settings: RunSettings) -> Iterator[Iterator[str]]:
             if isinstance(scorer, FunctionScorer) and scorer.target is not None:
                 section = settings.reward
                 environment = scorer_environment(section.environment, role_environment(section))
-                call = [f"{setting}.target", scorer.target, scorer.takes]
+                call = [f"{setting}.target", scorer.target, scorer.takes, *scorer.options]
                 yield _function(call, section.search_path, environment)
             if scorer.kind == "math":
                 yield _math(setting)

@@ -111,6 +111,8 @@ class FunctionScorer(Section):
     """The scorer that this section chooses."""
     target: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
     """`module:function`, importable where the reward service runs; `reward.search_path` is on its path."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of every call of the target."""
     min: float | None = None
     """Least value it returns; absent: unbounded. A value outside the range is an error, never trained on."""
     max: float | None = None
@@ -152,6 +154,8 @@ class FunctionScorer(Section):
             raise ValueError("target: a scorer of kind function needs one, and one of kind environment has none")
         if self.kind == "environment" and self.scope != "item":
             raise ValueError("scope: an environment gives each episode a reward by itself; remove it")
+        if self.kind == "environment" and self.options:
+            raise ValueError("options: they are of a target, and an environment has none; remove them")
         return self
 
 

@@ -7,7 +7,8 @@ processes.
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 from rolecall.data.code_tests import read_tests
 from rolecall.errors import BadGroundTruthError, ScorerError
@@ -90,7 +91,7 @@ def bind_many(scorer: LocalScorer, spec: reward_pb2.DescribeResponse) -> ScoreMa
     ConfigError as `bind`.
     """
     if isinstance(scorer, FunctionScorer) and scorer.target is not None and scorer.takes_many:
-        of_many = load_function(scorer.target, "the scorer's target", first=scorer.takes)
+        of_many = _function(scorer, scorer.target)
         return lambda items: evaluate_many(of_many, items, spec)
     function = bind(scorer)
     return lambda items: [evaluate(function, item, spec) for item in items]
@@ -157,14 +158,17 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
         case LengthScorer():
             return lambda item: length_cost(item.num_response_tokens, scorer.max_tokens)
         case FunctionScorer():
-            if scorer.target is None:
-                return _given
-            return load_function(scorer.target, "the scorer's target", first=scorer.takes)
+            return _given if scorer.target is None else _function(scorer, scorer.target)
         case CodeScorer():
             judge = CodeJudge(scorer, sandbox_of(scorer))
             return lambda item: _code_score(judge, item, scorer.tests)
         case NumberScorer() | ChoiceScorer() | InstructionScorer():
             return bind_preset(scorer)
+
+
+def _function(scorer: FunctionScorer, target: str) -> Callable[..., Any]:
+    function = load_function(target, "the scorer's target", first=scorer.takes, options=scorer.options)
+    return partial(function, **scorer.options)
 
 
 def _code_score(judge: CodeJudge, item: Item, field: str) -> float:

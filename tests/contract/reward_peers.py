@@ -81,6 +81,12 @@ def where(item: Item) -> float:
 def detailed(item: Item) -> Score:
     return Score(0.5, {"first": 1.0, "second": -1.0}, np.full(item.num_response_tokens, 0.25, np.float32))
 
+def scaled(item: Item, *, scale: dict[str, float]) -> float:
+    return scale["by"] * len(item.response_text)
+
+def scaled_all(items: list[Item], *, scale: dict[str, float]) -> list[float]:
+    return [scaled(item, scale=scale) for item in items]
+
 def many(items: list[Item]) -> list[float]:
     """Behaves for each, and says in its log how many it was given."""
     with open("batches", "a") as log:

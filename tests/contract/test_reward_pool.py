@@ -177,6 +177,21 @@ async def test_functions_run_in_the_folder_where_they_are_found(start_pool: Star
     assert (await pool.score("w", items_of("")))[0].reward.value == 1.0
 
 
+@pytest.mark.parametrize("scope", ["item", "batch", "group"])
+async def test_a_function_is_called_with_its_options(start_pool: StartPool, scope: str) -> None:
+    target = "behaviour:scaled" if scope == "item" else "behaviour:scaled_all"
+    options = {"scale": {"by": 2.5}}
+    pool = await start_pool(
+        num_workers=1, f=FunctionScorer.model_validate({"target": target, "scope": scope, "options": options})
+    )
+    assert [result.reward.value for result in await pool.score("f", items_of("xx", "xxx"))] == [5.0, 7.5]
+
+
+async def test_options_that_a_function_does_not_take_stop_the_start(start_pool: StartPool) -> None:
+    with pytest.raises(ConfigError, match=r"an item and the options \['size'\]"):
+        await start_pool(mine=FunctionScorer(target="behaviour:scaled", options={"size": 1}))
+
+
 async def test_items_larger_than_a_pipe_go_both_ways(start_pool: StartPool) -> None:
     pool = await start_pool(
         num_workers=1,

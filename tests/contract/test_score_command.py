@@ -113,6 +113,16 @@ def test_a_response_without_a_score_is_told_and_ends_with_1(
     assert "division by zero" in told
 
 
+def test_a_function_is_tried_with_the_options_of_the_run(
+    run_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(item, *, scale):\n    return scale * len(item.response_text)\n")
+    mine = "{mine: {scorer: {kind: function, target: 'mine:score', options: {scale: 2}}}}"
+    rows = write_rows(tmp_path, {"prompt": "2 + 2", "response": ["four", "4"]})
+    assert main([str(rows), "--config", str(run_file), "--json", "--reward.components", mine]) == 0
+    assert [row["reward"] for row in json.loads(capsys.readouterr().out)["scores"]] == [8.0, 2.0]
+
+
 async def test_the_service_at_an_address_is_asked_instead(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = description("half", (0, 1), ("response_text",), {}, token_rewards=False, max_items=0)
     rows = write_rows(run_file.parent, *ROWS)

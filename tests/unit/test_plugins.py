@@ -73,6 +73,23 @@ def test_the_options_of_a_loss_are_held_against_it_before_the_run(tmp_path: Path
     assert "cannot be called with a batch and the options ['size']: missing a required argument: 'scale'" in problem
 
 
+@pytest.mark.parametrize("scope", ["item", "batch", "group"])
+def test_the_options_of_a_scorer_are_held_against_it_before_the_run(tmp_path: Path, scope: str) -> None:
+    config = write_light_config(tmp_path, target="mine:score")
+    (tmp_path / "mine.py").write_text("def score(given, *, scale):\n    raise AssertionError('not called')")
+    scorer = "reward.components.correct.scorer"
+    with_options = [f"{scorer}.scope={scope}", f"{scorer}.options={{scale: 2}}"]
+    assert find_problems(load_settings(config, with_options), io.StringIO()) == []
+    (problem,) = find_problems(load_settings(config, [with_options[0], f"{scorer}.options={{size: 2}}"]), io.StringIO())
+    assert problem.startswith(f"{scorer}.target 'mine:score' cannot be called with ")
+    assert "and the options ['size']: missing a required argument: 'scale'" in problem
+
+
+def test_an_environment_s_reward_has_no_options() -> None:
+    with pytest.raises(ValueError, match="options: they are of a target, and an environment has none"):
+        FunctionScorer.model_validate({"kind": "environment", "options": {"scale": 2}})
+
+
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
