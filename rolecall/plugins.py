@@ -11,13 +11,23 @@ from typing import Any
 from rolecall.errors import ConfigError
 from rolecall.settings import PluginSection
 
+MAY_BE_ASYNC = "--may-be-async"
+"""The flag before the other words of the command: TARGET is awaited where it is a coroutine function."""
+
 
 def load_function(
-    target: str, field: str, search_path: Path | None = None, *, first: str, options: Iterable[str] = ()
+    target: str,
+    field: str,
+    search_path: Path | None = None,
+    *,
+    first: str,
+    options: Iterable[str] = (),
+    may_be_async: bool = False,
 ) -> Callable[..., Any]:
     """The function that `target` names, which is called with `first` and with `options` as keywords; `search_path` is
     added to the end of this process's import path. ConfigError names `field` when there is none, none that takes them,
-    or none that returns its answer; what a module raises while it is imported passes through.
+    or none that returns its answer, which a coroutine function does where it `may_be_async`; what a module raises while
+    it is imported passes through.
     """
     module_name, _, function_name = target.partition(":")
     if search_path is not None and str(search_path) not in sys.path:
@@ -41,18 +51,27 @@ def load_function(
         raise ConfigError(
             f"{field} {target!r}: the module {module_name!r} has no function {function_name!r}; correct it"
         )
-    _check_call(function, f"{field} {target!r}", first, sorted(options))
+    _check_call(function, f"{field} {target!r}", first, sorted(options), may_be_async)
     return function  # type: ignore[no-any-return]
 
 
-def _check_call(function: Callable[..., Any], named: str, first: str, options: list[str]) -> None:
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether what `function` returns is to be awaited, as far as can be seen."""
+    return _is(inspect.iscoroutinefunction, function)
+
+
+def _is(is_kind: Callable[[object], bool], function: Callable[..., Any]) -> bool:
+    return is_kind(function) or is_kind(type(function).__call__)
+
+
+def _check_call(function: Callable[..., Any], named: str, first: str, options: list[str], may_be_async: bool) -> None:
     """ConfigError unless a call with `first` and the keywords `options` returns an answer, as far as can be seen."""
     for is_kind, kind in (
         (inspect.iscoroutinefunction, "async"),
         (inspect.isasyncgenfunction, "an async generator"),
         (inspect.isgeneratorfunction, "a generator"),
     ):
-        if is_kind(function) or is_kind(type(function).__call__):
+        if _is(is_kind, function) and not (kind == "async" and may_be_async):
             raise ConfigError(
                 f"{named} is {kind}, and nobody awaits or iterates it; return the answer from a plain def"
             )
@@ -81,13 +100,14 @@ def load_plugin(section: PluginSection, field: str, first: str = "a batch") -> C
 
 
 def main() -> int:
-    """`python -m rolecall.plugins FIELD TARGET FIRST [OPTION ...]`: imports what TARGET names from the folder where it
-    runs; 0 when it is there and takes FIRST and the options, else the last line says why.
+    """`python -m rolecall.plugins [--may-be-async] FIELD TARGET FIRST [OPTION ...]`: imports what TARGET names from the
+    folder where it runs; 0 when it is there and takes FIRST and the options, else the last line says why.
     """
-    field, target, first, *options = sys.argv[1:]
+    may_be_async = sys.argv[1] == MAY_BE_ASYNC
+    field, target, first, *options = sys.argv[2 if may_be_async else 1 :]
     sys.path.insert(0, os.getcwd())
     try:
-        load_function(target, field, Path.cwd(), first=first, options=options)
+        load_function(target, field, Path.cwd(), first=first, options=options, may_be_async=may_be_async)
     except ConfigError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1

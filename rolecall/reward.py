@@ -11,7 +11,8 @@
 
 Owns the server: the contract's Describe and Score, health, reflection, TLS and bearer token. What the function returns
 is checked before it is sent. A function that hangs is not killed here: its caller stops waiting, and where one call
-runs at a time the others wait for it. Our reward service runs functions in killable processes instead.
+runs at a time the others wait for it. A coroutine function is awaited in the server's own event loop, and cancelled
+when its caller leaves. Our reward service runs functions in killable processes instead.
 """
 
 import asyncio
@@ -27,12 +28,14 @@ import grpc
 
 from rolecall import telemetry
 from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.plugins import is_async
 from rolecall.rpc import role_process
 from rolecall.rpc.identity import Admission
 from rolecall.rpc.listening import rpc_section
 from rolecall.rpc.options import REPLICA_AGE_S
 from rolecall.rpc.server import Server
 from rolecall.rpc.tls import read_token
+from rolecall.scoring.awaited import evaluate_awaited, evaluate_many_awaited
 from rolecall.scoring.scores import (
     BatchFunction,
     Failure,
@@ -60,6 +63,10 @@ default, so that one which is slow seldom is told, and one that hangs within a m
 """
 NUM_THREADS = 8
 """Threads of one Score call; each takes a share of its items."""
+MAX_AWAITED = 64
+"""Items that a coroutine function is awaited on at a time, over all calls; further ones wait under their callers'
+deadlines.
+"""
 Field: TypeAlias = Literal["messages", "response_text", "token_ids", "ground_truth", "metadata", "environment_reward"]
 FIELDS: dict[Field, reward_pb2.ScoreField.ValueType] = {
     "messages": reward_pb2.SCORE_FIELD_MESSAGES,
@@ -91,7 +98,7 @@ def serve(
     behind_mesh: bool = False,
 ) -> int:
     """Serves `function` on `address` until SIGTERM or Ctrl-C; returns the exit code. It is called from several threads
-    at a time.
+    at a time; an async one is awaited on up to MAX_AWAITED items at a time.
 
     range, components: where the reward and the named parts of a Score lie; anything outside is answered as an error.
     reads: the fields of an Item that it needs; only these are sent. token_rewards: every Score has them.
@@ -160,7 +167,11 @@ def description(
 
 
 def one_by_one(function: ScoreFunction, spec: reward_pb2.DescribeResponse) -> ScoreMany:
-    """Scores items with a function of one item, in up to NUM_THREADS threads. None is begun for a caller who left."""
+    """Scores items with a function of one item, in up to NUM_THREADS threads. None is begun for a caller who left. One
+    that is async is awaited here, on MAX_AWAITED items at a time.
+    """
+    if is_async(function):
+        return _awaited(function, spec)
 
     def share_of(items: Sequence[reward_pb2.ScoreItem], is_over: threading.Event) -> Results:
         return [evaluate(function, item, spec) for item in items if not is_over.is_set()]
@@ -180,11 +191,27 @@ def one_by_one(function: ScoreFunction, spec: reward_pb2.DescribeResponse) -> Sc
     return score
 
 
+def _awaited(function: ScoreFunction, spec: reward_pb2.DescribeResponse) -> ScoreMany:
+    room = asyncio.Semaphore(MAX_AWAITED)
+
+    async def one(item: reward_pb2.ScoreItem) -> reward_pb2.ScoreResult:
+        async with room:  # bounded: by the deadline of the caller, who may leave
+            return await evaluate_awaited(function, item, spec)
+
+    async def score(items: Sequence[reward_pb2.ScoreItem]) -> Results:
+        return await asyncio.gather(*(one(item) for item in items))
+
+    return score
+
+
 def all_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse, overdue_s: float = OVERDUE_S) -> ScoreMany:
     """Scores items with a function of many, one call of it at a time, which a caller who leaves does not end: the one
     thread is the turn, for which calls wait under their callers' deadlines. No group is begun for a caller who left.
-    One that is still at work `overdue_s` after its caller left is logged, and its end, too.
+    One that is still at work `overdue_s` after its caller left is logged, and its end, too. A function that is async is
+    awaited here, one call at a time, and ends when its caller leaves.
     """
+    if is_async(function):
+        return _awaited_at_once(function, spec)
     thread = ThreadPoolExecutor(1, "scorer")
 
     def answers_of(items: Sequence[reward_pb2.ScoreItem], is_over: threading.Event) -> Results:
@@ -198,10 +225,7 @@ def all_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse, over
         ]
 
     async def score(items: Sequence[reward_pb2.ScoreItem]) -> Results:
-        if len(items) > spec.max_items and not spec.whole_groups:
-            raise InvalidInputError(
-                f"items: {len(items)} are more than max_items {spec.max_items}; send fewer at a time"
-            )
+        _require_few(items, spec)
         is_over = threading.Event()
         work = thread.submit(answers_of, items, is_over)
         try:
@@ -212,6 +236,27 @@ def all_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse, over
                 asyncio.get_running_loop().call_later(overdue_s, _tell, work, spec.name, time.monotonic())
 
     return score
+
+
+def _awaited_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse) -> ScoreMany:
+    turn = asyncio.Lock()
+
+    async def score(items: Sequence[reward_pb2.ScoreItem]) -> Results:
+        _require_few(items, spec)
+        units = groups_of(items) if spec.whole_groups else [range(len(items))]
+        async with turn:  # bounded: by the deadline of the caller, who may leave
+            return [
+                result
+                for places in units
+                for result in await evaluate_many_awaited(function, [items[place] for place in places], spec)
+            ]
+
+    return score
+
+
+def _require_few(items: Sequence[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse) -> None:
+    if len(items) > spec.max_items and not spec.whole_groups:
+        raise InvalidInputError(f"items: {len(items)} are more than max_items {spec.max_items}; send fewer at a time")
 
 
 def _tell(work: Future[Results], name: str, left_at: float) -> None:

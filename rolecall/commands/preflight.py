@@ -23,6 +23,7 @@ from rolecall.environment.client import environment_channel
 from rolecall.environment.server import SERVICE_NAME as ENVIRONMENT
 from rolecall.errors import ConfigError, RoleCallError, UnauthenticatedError
 from rolecall.launcher.plan import metrics_binds, role_environment
+from rolecall.plugins import MAY_BE_ASYNC
 from rolecall.rpc import tls as tls_files
 from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
@@ -109,7 +110,7 @@ def _functions(settings: RunSettings) -> Iterator[Iterator[str]]:
                 section = settings.reward
                 environment = scorer_environment(section.environment, role_environment(section))
                 call = [f"{setting}.target", scorer.target, scorer.takes, *scorer.options]
-                yield _function(call, section.search_path, environment)
+                yield _function(call, section.search_path, environment, MAY_BE_ASYNC)
             if scorer.kind == "math":
                 yield _math(setting)
     loss = settings.algorithm.policy_loss
@@ -120,12 +121,14 @@ def _functions(settings: RunSettings) -> Iterator[Iterator[str]]:
         yield _function(call, loss.folder, environment)
 
 
-def _function(call: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
-    """`call`: the setting, what it names, what that is called with, and its options, as `rolecall.plugins` takes it."""
+def _function(call: Sequence[str], folder: Path, environment: Mapping[str, str], *flags: str) -> Iterator[str]:
+    """`call`: the setting, what it names, what that is called with, and its options, as `rolecall.plugins` takes it
+    after the `flags`.
+    """
     setting, target = call[:2]
     if not folder.is_dir():
         raise ConfigError(f"{setting} {target!r}: its folder {folder} is none; correct it")
-    command = [sys.executable, "-P", "-m", "rolecall.plugins", *call]
+    command = [sys.executable, "-P", "-m", "rolecall.plugins", *flags, *call]
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False

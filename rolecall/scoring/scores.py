@@ -7,7 +7,7 @@ receives it. Knows no gRPC and no torch, so that a scorer's worker process start
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence, ValuesView
+from collections.abc import Awaitable, Callable, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeAlias
@@ -138,14 +138,16 @@ class Failure:
 
 
 Outcome: TypeAlias = Score | Failure
-ScoreFunction: TypeAlias = Callable[[Item], float | Score]
-"""A scorer. It may raise any RoleCallError: BadGroundTruthError for bad data, ScorerUnavailableError when asking again
-may help.
+ScoreFunction: TypeAlias = Callable[[Item], float | Score | Awaitable[float | Score]]
+"""A scorer, which may be a coroutine function. It may raise any RoleCallError: BadGroundTruthError for bad data,
+ScorerUnavailableError when asking again may help.
 """
 
 
-BatchFunction: TypeAlias = Callable[[Sequence[Item]], Sequence[float | Score | RoleCallError]]
-"""A scorer of many items at a time: one answer for each, in order; an error says why its item has none."""
+Answers: TypeAlias = Sequence[float | Score | RoleCallError]
+"""One answer for each item, in order; an error says why its item has none."""
+BatchFunction: TypeAlias = Callable[[Sequence[Item]], Answers | Awaitable[Answers]]
+"""A scorer of many items at a time, which may be a coroutine function."""
 
 
 def score_item(meta: trajectory_pb2.TrajectoryMeta, token_ids: Array) -> reward_pb2.ScoreItem:
@@ -218,7 +220,7 @@ def evaluate_many(
     of one item or of all.
     """
     try:
-        answers = function([Item.from_proto(item) for item in items])
+        answers: Any = function([Item.from_proto(item) for item in items])
         if not _is_row(answers) or len(answers) != len(items):
             found = f"{len(answers)} answers" if _is_row(answers) else f"a {type(answers).__name__}"
             raise ScorerError(

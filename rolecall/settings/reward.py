@@ -103,7 +103,7 @@ class FunctionScorer(Section):
     """A scorer that is not ours.
 
     - `function`: your own, `def score(item: rolecall.reward.Item) -> float | rolecall.reward.Score`, or of many items:
-      `def score(items: Sequence[Item]) -> Sequence[float | Score]`.
+      `def score(items: Sequence[Item]) -> Sequence[float | Score]`. It may be `async def`, and is awaited then.
     - `environment`: what the run's environment gave the episode; its turns' rewards are token_rewards.
     """
 
@@ -122,7 +122,7 @@ class FunctionScorer(Section):
     token_rewards: bool = False
     """Whether every Score it returns has token_rewards."""
     max_items: PositiveInt = 64
-    """Most items of a batch."""
+    """Most items of a batch, and of an async function of one item those that a worker process awaits at a time."""
     scope: Literal["item", "batch", "group"] = "item"
     """batch: it takes a list of up to max_items items and returns one score for each, in order. The component's
     timeout_s is then that of a call. A batch that is late or ends its process is cut in two until the item that does

@@ -5,15 +5,18 @@ scores (`bind`).
 processes.
 """
 
+import asyncio
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 from rolecall.data.code_tests import read_tests
 from rolecall.errors import BadGroundTruthError, ScorerError
-from rolecall.plugins import load_function
+from rolecall.plugins import is_async, load_function
 from rolecall.sandbox import sandbox_of
+from rolecall.scoring.awaited import evaluate_many_awaited, evaluate_together
 from rolecall.scoring.scores import (
     ALL_FIELDS,
     Item,
@@ -86,22 +89,39 @@ def describe(name: str, scorer: LocalScorer) -> reward_pb2.DescribeResponse:
     return reward_pb2.DescribeResponse(name=name, reads=reads, reward=component_spec("", 0.0, 1.0))
 
 
-def bind_many(scorer: LocalScorer, spec: reward_pb2.DescribeResponse) -> ScoreMany:
-    """The function of `scorer` over the items of one task (`parted`), checked against its description `spec`.
-    ConfigError as `bind`.
+@dataclass(frozen=True)
+class Bound:
+    """A scorer that can score."""
+
+    score: ScoreMany
+    """Scores the items of one task (`parted`)."""
+    is_awaited: bool = False
+    """Whether it takes several items that are scored each by itself, for it awaits them at the same time."""
+
+
+def bind_many(
+    scorer: LocalScorer, spec: reward_pb2.DescribeResponse, timeout_s: float, runner: asyncio.Runner
+) -> Bound:
+    """Binds the function of `scorer`, checked against its description `spec`. A coroutine function is awaited by
+    `runner`, and one of an item for `timeout_s`. ConfigError as `bind`.
     """
-    if isinstance(scorer, FunctionScorer) and scorer.target is not None and scorer.takes_many:
-        of_many = _function(scorer, scorer.target)
-        return lambda items: evaluate_many(of_many, items, spec)
+    if isinstance(scorer, FunctionScorer) and scorer.target is not None:
+        mine, is_awaited = _function(scorer, scorer.target)
+        if scorer.takes_many and is_awaited:
+            return Bound(lambda items: runner.run(evaluate_many_awaited(mine, items, spec)))
+        if scorer.takes_many:
+            return Bound(lambda items: evaluate_many(mine, items, spec))
+        if is_awaited:
+            return Bound(lambda items: runner.run(evaluate_together(mine, items, spec, timeout_s)), is_awaited=True)
     function = bind(scorer)
-    return lambda items: [evaluate(function, item, spec) for item in items]
+    return Bound(lambda items: [evaluate(function, item, spec) for item in items])
 
 
-def parted(scorer: LocalScorer, items: Sequence[reward_pb2.ScoreItem]) -> list[list[int]]:
-    """Places of the items of each task: one item each, batches for a function of many, whole groups for one that
-    compares.
+def parted(scorer: LocalScorer, items: Sequence[reward_pb2.ScoreItem], *, is_awaited: bool) -> list[list[int]]:
+    """Places of the items of each task: one item each, batches for a function of many or one that is awaited, whole
+    groups for one that compares.
     """
-    if not isinstance(scorer, FunctionScorer) or not scorer.takes_many:
+    if not isinstance(scorer, FunctionScorer) or not (scorer.takes_many or is_awaited):
         return [[place] for place in range(len(items))]
     if scorer.scope == "group":
         return groups_of(items)
@@ -158,7 +178,7 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
         case LengthScorer():
             return lambda item: length_cost(item.num_response_tokens, scorer.max_tokens)
         case FunctionScorer():
-            return _given if scorer.target is None else _function(scorer, scorer.target)
+            return _given if scorer.target is None else _function(scorer, scorer.target)[0]
         case CodeScorer():
             judge = CodeJudge(scorer, sandbox_of(scorer))
             return lambda item: _code_score(judge, item, scorer.tests)
@@ -166,9 +186,12 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
             return bind_preset(scorer)
 
 
-def _function(scorer: FunctionScorer, target: str) -> Callable[..., Any]:
-    function = load_function(target, "the scorer's target", first=scorer.takes, options=scorer.options)
-    return partial(function, **scorer.options)
+def _function(scorer: FunctionScorer, target: str) -> tuple[Callable[..., Any], bool]:
+    """The function at `target` with its options, and whether it is awaited."""
+    function = load_function(
+        target, "the scorer's target", first=scorer.takes, options=scorer.options, may_be_async=True
+    )
+    return partial(function, **scorer.options), is_async(function)
 
 
 def _code_score(judge: CodeJudge, item: Item, field: str) -> float:

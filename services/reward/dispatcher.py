@@ -11,17 +11,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from rolecall.errors import RoleCallError, ScorerError, ScorerUnavailableError, WorkerLostError
+from rolecall.scoring.awaited import TIMEOUT
 from rolecall.scoring.client import open_external
 from rolecall.scoring.retries import with_retries
 from rolecall.scoring.scores import Failure, Outcome, Score, decode_reward, groups_of
-from rolecall.settings import ExternalScorer, FunctionScorer, RpcSection, scorer_environment, shadows_of
+from rolecall.settings import ExternalScorer, RpcSection, scorer_environment, shadows_of
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.telemetry.states import StateClock
 from rolecall.v1 import reward_pb2
 from services.reward import catalog
 from services.reward.compose import compose, compose_spec
 from services.reward.config import RewardSettings
-from services.reward.pool import TIMEOUT, WORKER_DIED, WorkerPool
+from services.reward.pool import WORKER_DIED, WorkerPool
 from services.reward.underway import Underway
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class Dispatcher:
                 self._components[name] = LocalComponent(name, local[name], self._pool, self._attempts(name))
         self.states = StateClock(("starting", "waiting", "scoring"))
         """What it does: it scores while any item is under way."""
-        self._underway = Underway(self._scored, groups_of if self._goes_by_groups() else _together)
+        self._underway = Underway(self._scored, self._units)
         self._num_calls = 0
         self._weights = {name: component.weight for name, component in components.items()}
         self._routed = {name: component for name, component in components.items() if component.when}
@@ -141,12 +142,14 @@ class Dispatcher:
             for item, of_item in zip(items, outcomes, strict=True)
         ]
 
-    def _goes_by_groups(self) -> bool:
-        """Whether nothing is lost where each group is scored by itself, so that one that hangs holds up no other."""
-        local = self._settings.local.values()
-        return not self._settings.external and not any(
-            isinstance(scorer, FunctionScorer) and scorer.scope == "batch" for scorer in local
-        )
+    def _units(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Sequence[int]]:
+        """Each group by itself where nothing is lost by that, so that one that hangs holds up no other; else all of
+        them as they came: scorers elsewhere and functions of many take large batches.
+        """
+        pool = self._pool
+        if self._settings.external or (pool is not None and any(map(pool.batches, self._settings.local))):
+            return [range(len(items))] if items else []
+        return groups_of(items)
 
     def _attempts(self, name: str) -> int:
         """Tries of an item by a component; a shadow must not hold the others up."""
@@ -238,11 +241,6 @@ class Dispatcher:
                 f"{last.message if last else 'no connection'}",
                 component=name,
             ) from last
-
-
-def _together(items: Sequence[reward_pb2.ScoreItem]) -> list[Sequence[int]]:
-    """All of them as they came: scorers elsewhere and functions of many take large batches."""
-    return [range(len(items))] if items else []
 
 
 def _outcome(result: reward_pb2.ScoreResult) -> Outcome:

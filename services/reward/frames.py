@@ -2,7 +2,7 @@
 
     frame     = u32 length of payload, u16 component, payload             (little-endian)
     to worker   first a setup frame (component 0, a WorkerSetup as JSON), then a frame per task: component, ScoreRequest
-    to service  first a ready frame (component 0, empty, or why it cannot work), then a ScoreResponse per task, in order
+    to service  first a ready frame (component 0, a WorkerReady as JSON), then a ScoreResponse per task, in order
 
 A task is one item, a batch or a group. Answers come one by one and in order, so the task being worked on is always the
 first unanswered one: that is what a deadline or a death is blamed on.
@@ -11,9 +11,20 @@ first unanswered one: that is what a deadline or a death is blamed on.
 import struct
 from collections.abc import Iterator
 
+from rolecall.settings import Section
+
 HEADER = struct.Struct("<IH")
 MAX_PAYLOAD_BYTES = 64 * 2**20
 """A longer frame is not one of ours: the other side is broken."""
+
+
+class WorkerReady(Section):
+    """The first message of a worker to the pool."""
+
+    problem: str = ""
+    """Why it cannot work; empty when it can."""
+    awaited: tuple[str, ...] = ()
+    """Components that await several items at the same time."""
 
 
 def frame(payload: bytes, component: int = 0) -> bytes:

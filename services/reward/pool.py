@@ -1,10 +1,10 @@
 """A supervised pool of scorer processes: killable, with a deadline per item.
 
-Owns the worker processes and the queue of tasks before them. A task is one item, a batch for a function of many, or a
-group for one that compares. A `WorkerThread` per worker starts it, sends it a few tasks at a time, times the one it is
-on, and kills it when that one is late: that task alone fails with TIMEOUT, the others go back to the head of the queue.
-A worker that dies by itself fails the task it was on with WORKER_DIED. A batch is not failed but cut in two. Knows no
-gRPC and no reward arithmetic.
+Owns the worker processes and the queue of tasks before them. A task is one item, a batch for a function of many or one
+that is awaited on several items at the same time, or a group for one that compares. A `WorkerThread` per worker starts
+it, sends it a few tasks at a time, times the one it is on, and kills it when that one is late: that task alone fails
+with TIMEOUT, the others go back to the head of the queue. A worker that dies by itself fails the task it was on with
+WORKER_DIED. A batch is not failed but cut in two. Knows no gRPC and no reward arithmetic.
 
 Bounds: MAX_QUEUED_TASKS wait (more are answered OVERLOADED at once); a worker holds at most MAX_TASKS. A task that
 waits is bounded by its call, whose callers may have left (underway.py): a cancelled call's tasks are skipped.
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rolecall.errors import DeadlineError, RoleCallError, UnavailableError, WorkerLostError
+from rolecall.scoring.awaited import TIMEOUT
 from rolecall.scoring.scores import error_result
 from rolecall.settings import FunctionScorer
 from rolecall.v1 import reward_pb2
@@ -29,9 +30,9 @@ WORKER_DIED = "WORKER_DIED"
 """Code of an item whose worker ended while it was on it: killed from outside (worth another try), or by the item
 itself.
 """
-TIMEOUT = "TIMEOUT"
-"""Code of an item that was late: its worker was stopped or starved (worth another try), or the item takes too long by
-itself.
+AWAITED_GRACE_S = 5.0
+"""Seconds past an item's own in which a worker that awaits several is to say which are late. Then one of them holds its
+event loop, or refuses to be cancelled, and the worker is killed.
 """
 MAX_QUEUED_TASKS = 65536
 MAX_TASKS = 64
@@ -117,7 +118,10 @@ class WorkerPool:
         self._scorers = dict(scorers)
         self._indices = {name: index for index, name in enumerate(scorers)}
         dumped = {name: scorer.model_dump(mode="json") for name, scorer in scorers.items()}
-        setup = json.dumps({"components": dumped, "search_path": str(search_path)}).encode()
+        setup = json.dumps(
+            {"components": dumped, "timeouts_s": self._timeouts_s, "search_path": str(search_path)}
+        ).encode()
+        self._awaited: frozenset[str] = frozenset()
         self._queue = Queue()
         self._threads = [WorkerThread(self._queue, setup, num_workers, environment) for _ in range(num_workers)]
 
@@ -127,6 +131,7 @@ class WorkerPool:
         """
         first, *others = self._threads
         await self._start(first)  # alone, so that a scorer that cannot be imported is said once
+        self._awaited = first.awaited
         await asyncio.gather(*(self._start(thread) for thread in others))
 
     async def score(self, component: str, items: Sequence[reward_pb2.ScoreItem]) -> list[reward_pb2.ScoreResult]:
@@ -135,15 +140,19 @@ class WorkerPool:
             return []
         loop = asyncio.get_running_loop()
         call = Call(loop, loop.create_future(), [None] * len(items), len(items))
-        index, timeout_s = self._indices[component], self._timeouts_s[component]
-        scorer = self._scorers[component]
-        may_be_cut = isinstance(scorer, FunctionScorer) and scorer.scope == "batch"
+        is_awaited, may_be_cut = component in self._awaited, self.batches(component)
+        timeout_s = self._timeouts_s[component] + (AWAITED_GRACE_S if is_awaited else 0.0)
         tasks = [
-            Task(call, places, index, [items[place] for place in places], timeout_s, may_be_cut)
-            for places in parted(scorer, items)
+            Task(call, places, self._indices[component], [items[place] for place in places], timeout_s, may_be_cut)
+            for places in parted(self._scorers[component], items, is_awaited=is_awaited)
         ]
         self._submit(tasks)
         return await call.future  # bounded: every task has its timeout_s, past which its worker is killed
+
+    def batches(self, component: str) -> bool:
+        """Whether items of it are scored together only because that is faster. Known once it has started."""
+        scorer = self._scorers[component]
+        return component in self._awaited or (isinstance(scorer, FunctionScorer) and scorer.scope == "batch")
 
     def close(self) -> None:
         """Kills the workers and fails what waits. Returns when every process is reaped."""
@@ -203,6 +212,11 @@ class WorkerThread:
             )
         if self._start_error:
             raise type(self._start_error)(f"the reward service cannot start: {self._start_error.message}")
+
+    @property
+    def awaited(self) -> frozenset[str]:
+        """Components whose items the worker awaits at the same time; known once it is ready."""
+        return self._worker.awaited if self._worker is not None else frozenset()
 
     def stop(self) -> None:
         """Ends the worker and the thread; the queue must be closed."""

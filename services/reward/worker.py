@@ -6,6 +6,7 @@ imported: what a user's function prints goes to stderr, and it cannot read the s
 between items; dies with its parent.
 """
 
+import asyncio
 import logging
 import os
 import sys
@@ -18,8 +19,8 @@ from rolecall.errors import ConfigError
 from rolecall.lifeline import die_with_parent
 from rolecall.settings import Section
 from rolecall.v1 import reward_pb2
-from services.reward.catalog import LocalScorer, ScoreMany, bind_many, describe
-from services.reward.frames import FrameBuffer, frame
+from services.reward.catalog import Bound, LocalScorer, bind_many, describe
+from services.reward.frames import FrameBuffer, WorkerReady, frame
 
 READ_BYTES = 1 << 16
 
@@ -29,6 +30,8 @@ class WorkerSetup(Section):
 
     components: dict[str, Annotated[LocalScorer, Field(discriminator="kind")]]
     """Scorers by component; a frame's component is the index in this order."""
+    timeouts_s: dict[str, float]
+    """Deadlines of an item, by component."""
     search_path: Path
     """Folder in which users' modules are found first, and in which they run."""
 
@@ -39,15 +42,17 @@ def main() -> int:
     logging.basicConfig(format="reward worker %(process)d: %(message)s", level=logging.INFO)
     requests, answers = _take_pipes()
     buffer = FrameBuffer()
-    scorers: list[ScoreMany] = []
+    scorers: list[Bound] = []
     ready = False
-    while data := os.read(requests, READ_BYTES):
-        for component, payload in buffer.feed(data):
-            if not ready:
-                scorers, ready = _set_up(payload, answers), True
-                continue
-            results = scorers[component](reward_pb2.ScoreRequest.FromString(payload).items)
-            _write(answers, frame(reward_pb2.ScoreResponse(results=results).SerializeToString()))
+    # one event loop for as long as the process lives: connections that a coroutine function keeps are of a loop
+    with asyncio.Runner() as runner:
+        while data := os.read(requests, READ_BYTES):
+            for component, payload in buffer.feed(data):
+                if not ready:
+                    scorers, ready = _set_up(payload, answers, runner), True
+                    continue
+                results = scorers[component].score(reward_pb2.ScoreRequest.FromString(payload).items)
+                _write(answers, frame(reward_pb2.ScoreResponse(results=results).SerializeToString()))
     return 0
 
 
@@ -60,25 +65,27 @@ def _take_pipes() -> tuple[int, int]:
     return requests, answers
 
 
-def _set_up(payload: bytes, answers: int) -> list[ScoreMany]:
+def _set_up(payload: bytes, answers: int, runner: asyncio.Runner) -> list[Bound]:
     setup = WorkerSetup.model_validate_json(payload)
     sys.path.insert(0, str(setup.search_path))
     os.chdir(setup.search_path)
-    scorers = []
+    scorers = {}
     for name, scorer in setup.components.items():
         try:
-            scorers.append(bind_many(scorer, describe(name, scorer)))
+            scorers[name] = bind_many(scorer, describe(name, scorer), setup.timeouts_s[name], runner)
         except ConfigError as error:
             _give_up(answers, name, error.message)
         except Exception as error:  # the entry point of modules that are not ours: any of them may fail to import
             logging.exception("component %s cannot start", name)
             _give_up(answers, name, f"{type(error).__name__}: {error}")
-    _write(answers, frame(b""))
-    return scorers
+    awaited = tuple(name for name, bound in scorers.items() if bound.is_awaited)
+    _write(answers, frame(WorkerReady(awaited=awaited).model_dump_json().encode()))
+    return list(scorers.values())
 
 
 def _give_up(answers: int, name: str, why: str) -> NoReturn:
-    _write(answers, frame(f"component {name!r} cannot start: {why}".encode()))
+    ready = WorkerReady(problem=f"component {name!r} cannot start: {why}")
+    _write(answers, frame(ready.model_dump_json().encode()))
     sys.exit(1)
 
 

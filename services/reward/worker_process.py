@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from rolecall.errors import ConfigError, DeadlineError, RoleCallError, WorkerLostError
 from rolecall.v1 import reward_pb2
-from services.reward.frames import FrameBuffer, frame
+from services.reward.frames import FrameBuffer, WorkerReady, frame
 
 READ_BYTES = 1 << 16
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +44,8 @@ class WorkerProcess:
         os.set_blocking(self._input, False)
         self._buffer = FrameBuffer()
         self._setup = setup
+        self.awaited: frozenset[str] = frozenset()
+        """Components that await several items at the same time; known once it is ready."""
 
     def wait_ready(self, timeout_s: float) -> RoleCallError | None:
         """None when the worker is ready; else why it is not, and it is killed: ConfigError when it said so itself, else
@@ -51,9 +53,11 @@ class WorkerProcess:
         """
         try:
             for payload in self._exchange(frame(self._setup), deque([timeout_s])):
-                if payload:
+                ready = WorkerReady.model_validate_json(payload)
+                if ready.problem:
                     self.kill()
-                    return ConfigError(payload.decode(errors="replace"))
+                    return ConfigError(ready.problem)
+                self.awaited = frozenset(ready.awaited)
         except (DeadlineError, WorkerLostError) as error:
             return error
         return None

@@ -25,7 +25,7 @@ COMPONENT: TypeAdapter[RewardComponent] = TypeAdapter(RewardComponent)
 ALL_FIELDS = [field for field in reward_pb2.ScoreField.values() if field]
 
 USER_MODULE = '''
-import os, signal, subprocess, sys, time
+import asyncio, os, signal, subprocess, sys, time
 import numpy as np
 from rolecall.errors import ScorerUnavailableError, WorkerLostError
 from rolecall.scoring.scores import Item, Score
@@ -74,6 +74,43 @@ def behave(item: Item) -> float:
                 file.write(str(child.pid))
             time.sleep(60)
     return 1.0
+
+barrier = asyncio.Barrier(2)
+loops = set()
+at_once = 0
+
+async def awaits(item: Item) -> float:
+    """Does what the response says where that is to be awaited; else behaves."""
+    global at_once
+    match item.response_text.split():
+        case ["meet"]:
+            await barrier.wait()
+        case ["nap", seconds]:
+            await asyncio.sleep(float(seconds))
+        case ["block", seconds]:
+            time.sleep(float(seconds))
+        case ["stubborn"]:
+            while True:
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    pass
+        case ["cancelled"]:
+            raise asyncio.CancelledError
+        case ["count"]:
+            at_once += 1
+            await asyncio.sleep(0.1)
+            at_once -= 1
+            return (at_once + 1) / 10
+        case ["loop"]:
+            loops.add(asyncio.get_running_loop())
+            return float(len(loops) == 1)
+        case _:
+            return behave(item)
+    return 1.0
+
+async def awaits_all(items: list[Item]) -> list[float]:
+    return await asyncio.gather(*map(awaits, items))
 
 def where(item: Item) -> float:
     return float(os.path.samefile(os.getcwd(), os.path.dirname(__file__)))

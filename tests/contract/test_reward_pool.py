@@ -15,6 +15,7 @@ import pytest
 from rolecall.errors import ConfigError
 from rolecall.settings import AnswerScorer, FunctionScorer, PatternScorer, scorer_environment
 from rolecall.v1 import reward_pb2
+from services.reward import pool as pools
 from services.reward.catalog import LocalScorer
 from services.reward.frames import MAX_PAYLOAD_BYTES, FrameBuffer, frame
 from services.reward.pool import WorkerPool
@@ -175,6 +176,66 @@ async def test_a_function_may_print_and_read_without_touching_the_protocol(start
 async def test_functions_run_in_the_folder_where_they_are_found(start_pool: StartPool) -> None:
     pool = await start_pool(num_workers=1, w=FunctionScorer(target="behaviour:where"))
     assert (await pool.score("w", items_of("")))[0].reward.value == 1.0
+
+
+AWAITS = FunctionScorer(target="behaviour:awaits", min=0, max=1, max_items=4)
+
+
+async def test_a_coroutine_function_is_awaited_on_several_items_at_the_same_time(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=1, f=AWAITS)
+    results = await pool.score("f", items_of("meet", "fine", "raise", "meet"))  # either waits for the other
+    assert codes(results) == ["ok", "ok", "SCORER_EXCEPTION", "ok"]
+    assert [result.id for result in results] == [f"7/{i}" for i in range(4)]
+
+
+async def test_no_more_than_max_items_are_awaited_at_a_time(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=1, f=AWAITS)
+    found = [result.reward.value for result in await pool.score("f", items_of(*["count"] * 10))]
+    assert max(found) == 0.4
+
+
+async def test_all_that_a_worker_awaits_is_of_one_event_loop(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=1, f=AWAITS, g=AWAITS)
+    results = [*await pool.score("f", items_of(*["loop"] * 5)), *await pool.score("g", items_of("loop"))]
+    assert [result.reward.value for result in results] == [1.0] * 6
+
+
+async def test_an_awaited_item_that_is_late_is_cancelled_alone(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=1, timeout_s=1.5, f=AWAITS)
+    before = [worker.pid for worker in workers()]
+    results = await pool.score("f", items_of("nap 60", "fine", "cancelled", "nap 0.1"))
+    assert codes(results) == ["TIMEOUT", "ok", "SCORER_FAILED", "ok"]
+    assert results[0].error.retryable
+    assert [worker.pid for worker in workers()] == before, "nothing killed the worker"
+
+
+async def test_an_awaited_item_that_blocks_takes_nothing_of_the_others_time(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=1, timeout_s=2.0, f=AWAITS)
+    assert codes(await pool.score("f", items_of("nap 1", "block 3", "nap 1"))) == ["ok"] * 3
+
+
+@pytest.mark.parametrize(
+    ("culprit", "code"),
+    [("hang", "TIMEOUT"), ("stubborn", "TIMEOUT"), ("exit", "WORKER_DIED"), ("sys.exit", "WORKER_DIED")],
+)
+async def test_an_awaited_item_that_cannot_be_ended_takes_its_worker_and_no_other_item(
+    start_pool: StartPool, culprit: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "AWAITED_GRACE_S", 1.0)
+    pool = await start_pool(num_workers=1, timeout_s=1.0, f=AWAITS)
+    results = await asyncio.wait_for(pool.score("f", items_of("nap 0.1", culprit, "fine")), 100.0)
+    assert codes(results) == ["ok", code, "ok"]
+
+
+@pytest.mark.parametrize("scope", ["batch", "group"])
+async def test_a_coroutine_function_of_many_is_awaited(start_pool: StartPool, scope: str) -> None:
+    scorer = {"target": "behaviour:awaits_all", "min": 0, "max": 1, "scope": scope}
+    pool = await start_pool(num_workers=1, f=FunctionScorer.model_validate(scorer))
+    items = items_of("meet", "meet", "raise")
+    for item, group in zip(items, "aab", strict=True):
+        item.group = group
+    failed = "ok" if scope == "group" else "SCORER_EXCEPTION"
+    assert codes(await pool.score("f", items)) == [failed, failed, "SCORER_EXCEPTION"]
 
 
 @pytest.mark.parametrize("scope", ["item", "batch", "group"])

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 from rolecall.errors import InvalidInputError, ScorerError, ScorerUnavailableError, UnauthenticatedError
 from rolecall.reward import (
+    MAX_AWAITED,
     NUM_THREADS,
     Field,
     Item,
@@ -90,7 +91,7 @@ def load_behaviour(folder: Path) -> ModuleType:
     return module
 
 
-@pytest.fixture(params=["reward service", "serve", "serve_batches"])
+@pytest.fixture(params=["reward service", "serve", "serve_batches", "async serve", "async serve_batches"])
 async def client(
     request: pytest.FixtureRequest, folder: Path, start_service: StartService
 ) -> AsyncIterator[RewardClient]:
@@ -105,7 +106,18 @@ async def client(
             def behave_all(items: Sequence[Item]) -> list[float]:
                 return [behave(item) for item in items]
 
-            score = one_by_one(behave, spec) if request.param == "serve" else all_at_once(behave_all, spec)
+            async def awaited(item: Item) -> float:
+                return await asyncio.sleep(0.0, behave(item))
+
+            async def awaited_all(items: Sequence[Item]) -> list[float]:
+                return [await awaited(item) for item in items]
+
+            score = {
+                "serve": one_by_one(behave, spec),
+                "serve_batches": all_at_once(behave_all, spec),
+                "async serve": one_by_one(awaited, spec),
+                "async serve_batches": all_at_once(awaited_all, spec),
+            }[request.param]
             server = new_server(Scorer(spec, score), "127.0.0.1:0", RpcSection())
             address = await server.start()
             stack.push_async_callback(server.drain, 0.0)
@@ -266,6 +278,60 @@ async def test_a_function_of_many_runs_once_at_a_time_whoever_leaves() -> None:
     may_end.set()
     (result,) = await last
     assert (result.reward.value, begun, most) == (0.5, ["left", "last"], 1)
+
+
+async def test_a_coroutine_function_of_many_runs_once_at_a_time_and_ends_with_its_caller() -> None:
+    begun: list[str] = []
+    ended: list[str] = []
+    may_end = asyncio.Event()
+
+    async def many(items: Sequence[Item]) -> list[float]:
+        begun.append(items[0].response_text)
+        try:
+            await may_end.wait()
+        finally:
+            ended.append(items[0].response_text)
+        return [0.5] * len(items)
+
+    spec = description("many", (0, 1), READS, {}, token_rewards=False, max_items=2, whole_groups=True)
+    score = all_at_once(many, spec)
+    left, last = (asyncio.ensure_future(score(items_of(name))) for name in ("left", "last"))
+    await until(lambda: begun)
+    left.cancel()
+    await until(lambda: begun == ["left", "last"])
+    assert ended == ["left"]
+    may_end.set()
+    (result,) = await last
+    assert result.reward.value == 0.5
+    assert left.cancelled()
+
+
+async def test_a_coroutine_function_is_awaited_on_a_bounded_number_of_items_and_ends_with_its_caller() -> None:
+    at_once, most, num_ended = 0, 0, 0
+
+    async def one(item: Item) -> float:
+        nonlocal at_once, most, num_ended
+        at_once += 1
+        most = max(most, at_once)
+        try:
+            await asyncio.sleep(60.0 if item.response_text == "long" else 0.0)
+        finally:
+            at_once -= 1
+            num_ended += 1
+        if item.response_text == "cancelled":
+            raise asyncio.CancelledError
+        return 0.5
+
+    spec = description("one", (0, 1), READS, {}, token_rewards=False, max_items=0)
+    score = one_by_one(one, spec)
+    left = asyncio.ensure_future(score(items_of(*["long"] * (2 * MAX_AWAITED))))
+    await until(lambda: at_once == MAX_AWAITED)
+    left.cancel()
+    await asyncio.wait([left], timeout=60.0)
+    assert (at_once, most, num_ended) == (0, MAX_AWAITED, MAX_AWAITED)
+    failed, scored = await score(items_of("cancelled", "fine"))
+    assert failed.error.code == "SCORER_FAILED", "and the call goes on"
+    assert scored.reward.value == 0.5
 
 
 def test_a_function_of_many_that_is_slow_is_not_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,10 +14,8 @@ from rolecall.v1 import reward_pb2
 from tests.twins.launched import write_light_config
 
 NEVER_ANSWER = {
-    "async def score(item):\n    return 1.0": "is async, and nobody awaits or iterates it; return the answer",
     "def score(item):\n    yield 1.0": "is a generator, and nobody awaits",
     "async def score(item):\n    yield 1.0": "is an async generator, and nobody awaits",
-    "class S:\n    async def __call__(self, item):\n        return 1.0\nscore = S()": "is async, and nobody awaits",
     "def score():\n    return 1.0": "cannot be called with an item: too many positional arguments; correct it",
     "def score(item, truth):\n    return 1.0": "cannot be called with an item: missing a required argument: 'truth'",
     "import sys\nsys.exit()": "calls sys.exit(None) when it is imported; keep that under if __name__",
@@ -32,6 +30,23 @@ def test_a_scorer_that_would_never_answer_is_named_before_the_run(tmp_path: Path
     (problem,) = find_problems(load_settings(config), io.StringIO())
     assert problem.startswith("reward.components.correct.scorer.target 'mine:score'")
     assert NEVER_ANSWER[source] in problem
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "async def score(item):\n    raise AssertionError('not called')",
+        "class S:\n    async def __call__(self, item):\n        return 1.0\nscore = S()",
+    ],
+)
+def test_a_scorer_may_be_a_coroutine_function_and_a_loss_may_not(tmp_path: Path, source: str) -> None:
+    config = write_light_config(tmp_path, target="mine:score")
+    (tmp_path / "mine.py").write_text(source)
+    assert find_problems(load_settings(config), io.StringIO()) == []
+    loss = "algorithm.policy_loss={kind: custom, function: 'mine:score', columns: []}"
+    local = ["actor.address=null", "rollout.num_replicas=1"]
+    (problem,) = find_problems(load_settings(config, [loss, *local]), io.StringIO())
+    assert "is async, and nobody awaits or iterates it; return the answer from a plain def" in problem
 
 
 @pytest.mark.parametrize("target", ["operator:truth", "builtins:bool"])
