@@ -37,6 +37,7 @@ from rolecall.settings import (
     ExternalScorer,
     FunctionScorer,
     RunSettings,
+    ScorerServer,
     ServiceSection,
     child_environment,
     scorer_environment,
@@ -60,8 +61,8 @@ def preflight(settings: RunSettings) -> Iterator[Iterator[str]]:
     yield from _places(settings)
     if settings.reward.address is None:
         for name, component in settings.reward.components.items():
-            if isinstance(component.scorer, ExternalScorer) and component.scorer.kind != "external":
-                yield _http_scorer(name, component.scorer, settings)
+            if component.server is not None and component.scorer.kind != "external":
+                yield _http_scorer(name, component.server, settings)
     yield from _ports(settings)
     if settings.actor.address is None or settings.rollout.num_replicas:
         yield _weight_ports(settings)
@@ -294,7 +295,7 @@ async def _describe_whole(channel: grpc.aio.Channel) -> None:
         raise ConfigError(problem)
 
 
-def _http_scorer(name: str, scorer: ExternalScorer, settings: RunSettings) -> Iterator[str]:
+def _http_scorer(name: str, scorer: ScorerServer, settings: RunSettings) -> Iterator[str]:
     setting = f"reward.components.{name}.scorer"
     where = f"{setting}.address {scorer.address}"
     try:
@@ -311,7 +312,7 @@ def _http_scorer(name: str, scorer: ExternalScorer, settings: RunSettings) -> It
         )
 
 
-async def _look_over_http(name: str, scorer: ExternalScorer, settings: RunSettings) -> None:
+async def _look_over_http(name: str, scorer: ScorerServer, settings: RunSettings) -> None:
     from rolecall.scoring.json_server import JsonServer  # httpx2: a quarter of a second, for who needs it
 
     server = JsonServer(name, scorer, settings.rpc, timeout_s=LOOK_S)

@@ -30,7 +30,7 @@ from rolecall.errors import (
     VersionMismatchError,
 )
 from rolecall.rpc import deadlines
-from rolecall.settings import ExternalScorer, RpcSection
+from rolecall.settings import RpcSection, ScorerServer
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it says a line for each call
 
@@ -48,7 +48,7 @@ _MISPLACED = (301, 302, 303, 307, 308, 404, 405, 410, 421)
 class HttpCarrier:
     """Calls of one HTTP server; `close` at the end."""
 
-    def __init__(self, scorer: ExternalScorer, rpc: RpcSection, token: Callable[[], str] | None) -> None:
+    def __init__(self, scorer: ScorerServer, rpc: RpcSection, token: Callable[[], str] | None) -> None:
         """The server at the scorer's URL, called with what `token` gives. ConfigError when its answers, or the token,
         would be seen on the way, and for unreadable roots.
         """
@@ -62,7 +62,7 @@ class HttpCarrier:
                 "service mesh encrypts it"
             )
         self._url = scorer.address.rstrip("/")
-        self._look_path = "/models" if scorer.kind == "judge" else ""
+        self._look_path = scorer.look_path
         self._token = token
         self._client = httpx2.AsyncClient(
             verify=_trust(scorer) if url.scheme == "https" else True,
@@ -146,7 +146,7 @@ def _told(data: bytes) -> str:
     return data[: 4 * MAX_TOLD_CHARS].decode(errors="replace")[:MAX_TOLD_CHARS]
 
 
-def _trust(scorer: ExternalScorer) -> ssl.SSLContext:
+def _trust(scorer: ScorerServer) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=None if scorer.ca_file in (None, "system") else scorer.ca_file)
     except OSError as error:

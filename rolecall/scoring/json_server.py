@@ -12,11 +12,11 @@ from rolecall.rpc.tls import token_of
 from rolecall.scoring.http import HttpCarrier
 from rolecall.scoring.open_inference import InferenceCarrier
 from rolecall.scoring.peer import Peer
-from rolecall.settings import ExternalScorer, RpcSection, token_given
+from rolecall.settings import RpcSection, ScorerServer, token_given
 
 MAX_CONCURRENT_CALLS = 64
-"""Bound on the calls of one component under way: a language model answers many at a time, each slowly. Further ones
-wait, within their caller's deadline.
+"""Bound on the calls of one component under way, where it sets none: a language model answers many at a time, each
+slowly. Further ones wait, within their caller's deadline.
 """
 
 
@@ -37,9 +37,17 @@ class Carrier(Protocol):
 class JsonServer:
     """A server that speaks JSON. Used from one event loop; `close` at the end."""
 
-    def __init__(self, name: str, scorer: ExternalScorer, rpc: RpcSection, *, timeout_s: float) -> None:
-        """The server of the component `name`, with `timeout_s` for each call. ConfigError when its answers, or the
-        token, would be seen on the way, and for an unreadable token or roots.
+    def __init__(
+        self,
+        name: str,
+        scorer: ScorerServer,
+        rpc: RpcSection,
+        *,
+        timeout_s: float,
+        max_calls: int = MAX_CONCURRENT_CALLS,
+    ) -> None:
+        """The server of the component `name`, with `timeout_s` for each of `max_calls` at a time. ConfigError when its
+        answers, or the token, would be seen on the way, and for an unreadable token or roots.
         """
         given = token_given(name)
         token = token_of(scorer.bearer_token_file) or (None if given is None else lambda: given)
@@ -47,7 +55,7 @@ class JsonServer:
         self._carrier: Carrier = carried(scorer, rpc, token)
         self._timeout_s = timeout_s
         self.peer = Peer(name=name, address=scorer.address, timeout_s=timeout_s, hedge_after_s=scorer.hedge_after_s)
-        self._calls = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+        self._calls = asyncio.Semaphore(max_calls)
 
     async def post(self, path: str, body: object) -> Any:
         """Returns the JSON that the server answers to the JSON `body` at `path` below its URL. Raises what a

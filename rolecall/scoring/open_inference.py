@@ -13,7 +13,7 @@ import numpy as np
 from rolecall.errors import NotFoundError, ScorerError, VersionMismatchError
 from rolecall.rpc import deadlines
 from rolecall.rpc.channel import open_channel
-from rolecall.settings import ExternalScorer, RpcSection
+from rolecall.settings import RpcSection, ScorerServer
 from rolecall.v1 import open_inference_pb2 as messages
 
 _SERVICE = "/inference.GRPCInferenceService"
@@ -24,7 +24,7 @@ _DTYPES = {"FP16": "<f2", "FP32": "<f4", "FP64": "<f8"}
 class InferenceCarrier:
     """Calls of one model over gRPC; `close` at the end."""
 
-    def __init__(self, scorer: ExternalScorer, rpc: RpcSection, token: Callable[[], str] | None) -> None:
+    def __init__(self, scorer: ScorerServer, rpc: RpcSection, token: Callable[[], str] | None) -> None:
         """The model at the address grpc://host:port/model. ConfigError for unreadable roots, and where it would not be
         called safely.
         """

@@ -1,33 +1,35 @@
 """Section of the scorer that runs programs: what they are written in, their tests, their sandbox and its limits."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from rolecall.settings.section import ConfigPath, Section
+from rolecall.settings.section import ConfigPath, Roots, ScorerServer, Section, url_of
 
 Command = tuple[str, ...]
 
 
 class LanguageSection(Section):
-    """A language that programs are written in: how they are made and started. Commands run in the
-    folder of the program, with the system's path.
+    """A language that programs are written in: how they are made and started, or its name where a server does that.
+    Commands run in the folder of the program, with the system's path.
     """
 
-    file: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
-    """Name of the file that the program is written to."""
+    name: str = ""
+    """What the server at the scorer's address calls it, such as cpp or nodejs."""
+    file: Annotated[str, Field(pattern=r"^(\w[\w.-]*)?$")] = ""
+    """Name of the file that the program is written to; a server chooses it itself."""
     compile: Command = ()
     """Command that makes of it what `run` starts, such as [g++, -O2, -o, main, main.cc]; absent: nothing to do."""
-    run: Annotated[Command, Field(min_length=1)]
-    """Command that starts it."""
+    run: Command = ()
+    """Command that starts it; a server has its own."""
     end: str | None = None
     """Statement that prints {token}, which ends a test that is code: a program that exits before does not pass. Absent:
     tests in this language are inputs and outputs alone.
     """
     call: str | None = None
-    """What stands in `file` for a test that is a call. It takes the response's program from the file `.program` beside
-    it, calls {function} of that with the JSON array of arguments on standard input, and prints {token} and what was
-    returned as JSON. Absent: tests in this language call no function.
+    """What stands in the program's place for a test that is a call. It takes the response's program from the file
+    `.program` beside it, calls {function} of that with the JSON array of arguments on standard input, and prints
+    {token} and what was returned as JSON. Absent: tests in this language call no function.
     """
 
 
@@ -62,7 +64,7 @@ else:
     function = owner().{function}
 print("\\n{token}" + json.dumps(function(*arguments)))
 '''
-PYTHON = LanguageSection(file="main.py", run=("python3", "main.py"), end='print("{token}")', call=_CALL)
+PYTHON = LanguageSection(name="python", file="main.py", run=("python3", "main.py"), end='print("{token}")', call=_CALL)
 """The default language."""
 
 
@@ -83,7 +85,20 @@ class CodeScorer(Section):
     partial: bool = False
     """The share of tests passed, in place of 1 or 0."""
     language: LanguageSection = PYTHON
-    """What the program is written in; absent: Python, as the system's python3 runs it."""
+    """What the program is written in; absent: Python, as the system's python3 runs it, or the server's."""
+    address: str | None = None
+    """URL of a server that runs the programs, in place of a sandbox here: http://host:8080 of one that speaks
+    SandboxFusion's HTTP API. Of a test it is sent the program and the input, never the output that is right. What it
+    keeps a program from is its own business.
+    """
+    ca_file: Roots | None = None
+    """PEM roots to trust at the address, or `system`; absent: the system's, with https."""
+    bearer_token_file: ConfigPath | None = None
+    """File with a bearer token for the address, read again when it changes; it is never sent without TLS. Absent: the
+    environment variable ROLECALL_TOKEN_<COMPONENT> of the reward service.
+    """
+    num_calls: PositiveInt = 16
+    """Programs that run at the address at a time. More than it has cores take each other's seconds."""
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
     """none: programs run as the reward service's own user, with all that it may read, write and reach; for programs
     that somebody trusts, or where the whole service is in a sandbox.
@@ -95,6 +110,53 @@ class CodeScorer(Section):
     cpu_s: PositiveInt = 4
     """CPU seconds that each process of a test gets."""
     memory_bytes: PositiveInt = 2**30
-    """Address space that each process of a test gets."""
+    """Address space that each process of a test gets; of a server it is asked in whole MiB."""
     num_processes: PositiveInt = 64
     """Processes and threads that a test may have at a time."""
+
+    @property
+    def server(self) -> ScorerServer | None:
+        """The server that runs the programs; None: a sandbox here does."""
+        if self.address is None:
+            return None
+        return CodeServer(address=self.address, ca_file=self.ca_file, bearer_token_file=self.bearer_token_file)
+
+    @property
+    def longest_s(self) -> float:
+        """The longest that a call may take which runs a test. A server compiles anew for each, in as many seconds."""
+        return self.timeout_s if self.address is None or self.language == PYTHON else 2 * self.timeout_s
+
+    @model_validator(mode="after")
+    def _is_run_somewhere(self) -> Self:
+        language, is_ours = self.language, self.language == PYTHON
+        if self.address is None:
+            if not (language.file and language.run):
+                raise ValueError("language: file and run are missing, by which a program is started; add them")
+            if self.ca_file is not None or self.bearer_token_file is not None:
+                raise ValueError("ca_file and bearer_token_file need address: they are how its server is called")
+            return self
+        url_of(self.address, ("http", "https"))
+        if self.address.rstrip("/").endswith("/run_code"):
+            raise ValueError("address: write it without /run_code, which is added")
+        if (self.ca_file is not None or self.bearer_token_file is not None) and self.address.startswith("http://"):
+            raise ValueError("address: ca_file and bearer_token_file need https://; without TLS no token is sent")
+        if not is_ours and (not language.name or language.file or language.compile or language.run):
+            raise ValueError(
+                "language: with an address it has a name, such as cpp, and neither file nor compile nor run: the "
+                "server knows them"
+            )
+        ours = ("sandbox", "read_only", "cpu_s", "num_processes")
+        if any(getattr(self, name) != type(self).model_fields[name].default for name in ours):
+            raise ValueError(
+                f"{', '.join(ours)}: the server at address bounds its programs by its own means; remove them"
+            )
+        return self
+
+
+class CodeServer(ScorerServer):
+    """A server that runs programs."""
+
+    @property
+    def look_path(self) -> str:
+        """The path below its URL at which it says that it is there."""
+        return "/v1/ping"

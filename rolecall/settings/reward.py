@@ -27,6 +27,7 @@ from rolecall.settings.section import (
     NonNegativeInt,
     Pattern,
     Roots,
+    ScorerServer,
     Section,
     ServiceSection,
     address_of,
@@ -159,7 +160,7 @@ class FunctionScorer(Section):
         return self
 
 
-class ExternalScorer(Section):
+class ExternalScorer(ScorerServer):
     """A scorer elsewhere.
 
     - `external`: another RewardService, over gRPC.
@@ -171,20 +172,6 @@ class ExternalScorer(Section):
 
     kind: Literal["external", "judge", "openrlhf", "trl", "kserve"] = "external"
     """The scorer that this section chooses."""
-    address: str
-    """Where it is. Of external a gRPC target; of the others an http:// or https:// URL: of a judge the one that ends in
-    /v1, of kserve the model's, as in http://host:8080/v2/models/name, or grpc://host:8081/name.
-    """
-    ca_file: Roots | None = None
-    """PEM roots to trust, or `system`; absent: TLS, with the system's, only where there is a bearer token, or https."""
-    bearer_token_file: ConfigPath | None = None
-    """File with a bearer token, an API key, read again when it changes; it is never sent without TLS. Where it is
-    absent, for judges and HTTP servers, the environment variable ROLECALL_TOKEN_<COMPONENT> of the reward service is.
-    """
-    hedge_after_s: PositiveFloat | None = None
-    """Seconds after which a call that has no answer is made a second time, beside the first: for a scorer whose slowest
-    answers are much slower than most, and that can take twice the calls. Absent: never.
-    """
     range: tuple[float, float] | None = None
     """Least and greatest value of openrlhf, trl and kserve, which do not say it themselves; absent: any finite number
     is believed.
@@ -195,18 +182,9 @@ class ExternalScorer(Section):
     """
 
     @property
-    def tls(self) -> bool:
-        """Whether it is called with TLS."""
-        return (
-            self.ca_file is not None
-            or self.bearer_token_file is not None
-            or self.address.startswith(("https://", "grpcs://"))
-        )
-
-    @property
-    def over_grpc(self) -> bool:
-        """Whether it is a URL for gRPC: a model behind the Open Inference Protocol."""
-        return self.address.startswith(("grpc://", "grpcs://"))
+    def look_path(self) -> str:
+        """The path below its URL at which an HTTP server says that it is there."""
+        return "/models" if self.kind == "judge" else ""
 
     @model_validator(mode="after")
     def _reached_as_its_kind_is(self) -> Self:
@@ -289,16 +267,27 @@ class RewardComponent(Section):
     does not score, tried once, lacks the component alone.
     """
     timeout_s: PositiveFloat = 10.0
-    """Deadline of one item (or one call of an external scorer)."""
+    """Deadline of one item, or of one call of a scorer elsewhere; of code with an address, of one test's run there."""
     max_attempts: PositiveInt = 3
     """Tries per item when a failure is retryable."""
 
+    @property
+    def server(self) -> ScorerServer | None:
+        """The server that scores, or that runs the programs; None: all is done in worker processes."""
+        match self.scorer:
+            case ExternalScorer():
+                return self.scorer
+            case CodeScorer():
+                return self.scorer.server
+            case _:
+                return None
+
     @model_validator(mode="after")
     def _programs_end_before_the_item(self) -> Self:
-        if isinstance(self.scorer, CodeScorer) and self.timeout_s <= self.scorer.timeout_s:
+        if isinstance(self.scorer, CodeScorer) and self.timeout_s <= self.scorer.longest_s:
             raise ValueError(
                 f"timeout_s: {self.timeout_s:g} s are over before the program's tests are, which have "
-                f"scorer.timeout_s, {self.scorer.timeout_s:g} s; make it longer, by a tenth of a second for each "
+                f"{self.scorer.longest_s:g} s by scorer.timeout_s; make it longer, by a tenth of a second for each "
                 "test, whose sandbox has to start"
             )
         return self

@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    PositiveFloat,
     SecretStr,
     model_validator,
 )
@@ -256,3 +257,41 @@ class ServiceSection(AddressSection):
     """GPU indices it may use on its machine, on each of them where its ranks are on several; empty: CPU. Local
     rollouts may share one with the trainers, in shifts; no other two local roles may.
     """
+
+
+class ScorerServer(Section):
+    """A server that scores, or that does what scoring needs."""
+
+    address: str
+    """Where it is. Of external a gRPC target; of the others an http:// or https:// URL: of a judge the one that ends in
+    /v1, of kserve the model's, as in http://host:8080/v2/models/name, or grpc://host:8081/name.
+    """
+    ca_file: Roots | None = None
+    """PEM roots to trust, or `system`; absent: TLS, with the system's, only where there is a bearer token, or https."""
+    bearer_token_file: ConfigPath | None = None
+    """File with a bearer token, an API key, read again when it changes; it is never sent without TLS. Where it is
+    absent, for judges and HTTP servers, the environment variable ROLECALL_TOKEN_<COMPONENT> of the reward service is.
+    """
+    hedge_after_s: PositiveFloat | None = None
+    """Seconds after which a call that has no answer is made a second time, beside the first: for a scorer whose slowest
+    answers are much slower than most, and that can take twice the calls. Absent: never.
+    """
+
+    @property
+    def tls(self) -> bool:
+        """Whether it is called with TLS."""
+        return (
+            self.ca_file is not None
+            or self.bearer_token_file is not None
+            or self.address.startswith(("https://", "grpcs://"))
+        )
+
+    @property
+    def over_grpc(self) -> bool:
+        """Whether it is a URL for gRPC: a model behind the Open Inference Protocol."""
+        return self.address.startswith(("grpc://", "grpcs://"))
+
+    @property
+    def look_path(self) -> str:
+        """The path below its URL at which an HTTP server says that it is there."""
+        return ""

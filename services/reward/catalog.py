@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from rolecall.data.code_tests import read_tests
-from rolecall.errors import BadGroundTruthError, ScorerError
+from rolecall.errors import ScorerError
 from rolecall.plugins import is_async, load_function
 from rolecall.sandbox import sandbox_of
 from rolecall.scoring.awaited import evaluate_many_awaited, evaluate_together
@@ -42,7 +41,7 @@ from rolecall.settings import (
 from rolecall.v1 import reward_pb2
 from services.reward.presets import best, bind_preset, bind_qa, truths
 from services.reward.scorers.boxed import boxed_answer, boxed_match
-from services.reward.scorers.code import CodeJudge, program_of
+from services.reward.scorers.code import CodeJudge, task_of
 from services.reward.scorers.dapo_math import dapo_answer, dapo_match
 from services.reward.scorers.exact_match import exact_match, whole_answer
 from services.reward.scorers.format import matches_format
@@ -181,7 +180,7 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
             return _given if scorer.target is None else _function(scorer, scorer.target)[0]
         case CodeScorer():
             judge = CodeJudge(scorer, sandbox_of(scorer))
-            return lambda item: _code_score(judge, item, scorer.tests)
+            return lambda item: judge.score(*task_of(item, scorer))
         case NumberScorer() | ChoiceScorer() | InstructionScorer():
             return bind_preset(scorer)
 
@@ -192,13 +191,6 @@ def _function(scorer: FunctionScorer, target: str) -> tuple[Callable[..., Any], 
         target, "the scorer's target", first=scorer.takes, options=scorer.options, may_be_async=True
     )
     return partial(function, **scorer.options), is_async(function)
-
-
-def _code_score(judge: CodeJudge, item: Item, field: str) -> float:
-    try:
-        return judge.score(program_of(item.response_text), read_tests(item.metadata.get(field)))
-    except ValueError as error:
-        raise BadGroundTruthError(f"item {item.id}, field {field!r}: {error}") from error
 
 
 def _given(item: Item) -> Score:

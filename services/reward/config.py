@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolecall.errors import ConfigError
-from rolecall.settings import ExternalScorer, RewardComponent, RunSettings
+from rolecall.settings import CodeScorer, ExternalScorer, RewardComponent, RunSettings
 from services.reward.catalog import LocalScorer
 
 
@@ -31,16 +31,16 @@ class RewardSettings:
         return {
             name: component.scorer
             for name, component in self.components.items()
-            if not isinstance(component.scorer, ExternalScorer)
+            if component.server is None and not isinstance(component.scorer, ExternalScorer)
         }
 
     @property
-    def external(self) -> dict[str, ExternalScorer]:
-        """Scorers that are called over gRPC, by component."""
+    def external(self) -> dict[str, ExternalScorer | CodeScorer]:
+        """Scorers that ask a server, by component."""
         return {
             name: component.scorer
             for name, component in self.components.items()
-            if isinstance(component.scorer, ExternalScorer)
+            if component.server is not None and isinstance(component.scorer, ExternalScorer | CodeScorer)
         }
 
 

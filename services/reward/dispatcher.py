@@ -15,7 +15,7 @@ from rolecall.scoring.awaited import TIMEOUT
 from rolecall.scoring.client import open_external
 from rolecall.scoring.retries import with_retries
 from rolecall.scoring.scores import Failure, Outcome, Score, decode_reward, groups_of
-from rolecall.settings import ExternalScorer, RpcSection, scorer_environment, shadows_of
+from rolecall.settings import CodeScorer, ExternalScorer, RpcSection, scorer_environment, shadows_of
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.telemetry.states import StateClock
 from rolecall.v1 import reward_pb2
@@ -207,7 +207,7 @@ class Dispatcher:
         for close in self._closers:
             await close()
 
-    def _open(self, name: str, scorer: ExternalScorer, rpc: RpcSection) -> Elsewhere:
+    def _open(self, name: str, scorer: ExternalScorer | CodeScorer, rpc: RpcSection) -> Elsewhere:
         timeout_s, max_attempts = self._settings.components[name].timeout_s, self._attempts(name)
         if scorer.kind == "external":
             client, channel = open_external(name, scorer, rpc, timeout_s=timeout_s, max_attempts=max_attempts)

@@ -28,11 +28,16 @@ from rolecall import sandbox as sandboxes
 from rolecall.data.code_tests import CodeTest, read_tests
 from rolecall.errors import ConfigError, ScorerUnavailableError, WorkerLostError
 from rolecall.sandbox import DISK_BYTES, Bare, Bubblewrap, Ran, Sandbox, sandbox_of
-from rolecall.settings import CodeScorer, LanguageSection, scorer_environment
+from rolecall.scoring.json_server import JsonServer
+from rolecall.settings import CodeScorer, LanguageSection, RpcSection, scorer_environment
+from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2
+from services.reward.external.programs import Programs
 from services.reward.pool import WorkerPool
-from services.reward.scorers.code import CodeJudge
+from services.reward.scorers.code import CodeJudge, Run
 from tests.file_limits import no_file_is_free
+from tests.twins.http_scorer import http_server
+from tests.twins.sandbox_server import sandbox_twin
 from tests.waiting import until
 
 GENEROUS_S = 120.0
@@ -347,6 +352,47 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+class Elsewhere:
+    """A server that runs programs, as a sandbox."""
+
+    def __init__(self, scorer: CodeScorer) -> None:
+        self._scorer = scorer
+
+    def check(self, commands: Sequence[str]) -> None:
+        assert not commands or self._scorer.language.run, "it knows its commands itself"
+
+    def run(
+        self, command: Sequence[str], files: Mapping[str, bytes], stdin: bytes, seconds: float, max_bytes: int
+    ) -> Ran:
+        async def ran() -> Ran:
+            assert self._scorer.server is not None
+            server = JsonServer("it", self._scorer.server, RpcSection(), timeout_s=2 * GENEROUS_S)
+            try:
+                programs = Programs("it", self._scorer, server, ScorerMeter("it"))
+                return await programs.ran(Run(command, files, stdin, seconds, max_bytes))
+            finally:
+                await server.close()
+
+        return asyncio.run(ran())
+
+
+@pytest.fixture(params=["none", "bubblewrap", "server"])
+def place(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """Each place where programs may run, as settings name it."""
+    if request.param == "server":
+        with http_server(sandbox_twin()) as url:
+            yield {"address": url}
+        return
+    if request.param == "bubblewrap":
+        request.getfixturevalue("bubblewrap")
+    yield {"sandbox": request.param}
+
+
+def judge_at(place: Mapping[str, Any], **keys: Any) -> CodeJudge:
+    scorer = CodeScorer.model_validate({"timeout_s": GENEROUS_S, **place, **keys})
+    return CodeJudge(scorer, Elsewhere(scorer) if scorer.address else sandbox_of(scorer))
+
+
 def judge_of(kind: str, mark: str, **keys: Any) -> tuple[CodeJudge, Counted]:
     language = LanguageSection(file="main.py", run=("python3", "main.py", mark))
     scorer = CodeScorer.model_validate({"sandbox": kind, "language": language, "timeout_s": GENEROUS_S, **keys})
@@ -370,11 +416,10 @@ def judge_of(kind: str, mark: str, **keys: Any) -> tuple[CodeJudge, Counted]:
     ids=["function", "method", "constant", "tuple", "no JSON", "no such name", "exit", "knows the word", "reads"],
 )
 def test_a_function_is_called_with_each_list_of_arguments_and_its_results_are_compared(
-    kind: str, program: str, share: float
+    place: dict[str, Any], program: str, share: float
 ) -> None:
-    scorer = CodeScorer.model_validate({"sandbox": kind, "partial": True, "timeout_s": GENEROUS_S})
     tests = read_tests({"fn_name": "twice", "inputs": [[3], ["ab"]], "outputs": [[6], ["abab"]]})
-    assert CodeJudge(scorer, sandbox_of(scorer)).score(program, tests) == share
+    assert judge_at(place, partial=True).score(program, tests) == share
 
 
 TWICE = "def twice(x): return 2 * x\n"
@@ -408,10 +453,11 @@ TWICE = "def twice(x): return 2 * x\n"
         ("def twice(x):", 0.0),
     ],
 )
-def test_a_right_function_passes_however_its_program_is_written(kind: str, program: str, score: float) -> None:
-    scorer = CodeScorer.model_validate({"sandbox": kind, "timeout_s": GENEROUS_S})
+def test_a_right_function_passes_however_its_program_is_written(
+    place: dict[str, Any], program: str, score: float
+) -> None:
     tests = read_tests({"fn_name": "twice", "inputs": [[3]], "outputs": [6]})
-    assert CodeJudge(scorer, sandbox_of(scorer)).score(program, tests) == score
+    assert judge_at(place).score(program, tests) == score
 
 
 @pytest.mark.parametrize(
@@ -419,30 +465,32 @@ def test_a_right_function_passes_however_its_program_is_written(kind: str, progr
     [("factorial", [3], 6), ("max", [[1, 2]], 2), ("Counter", ["ab"], {"a": 1, "b": 1})],
 )
 def test_what_a_program_does_not_define_is_not_called(
-    kind: str, function: str, arguments: list[object], right: object
+    place: dict[str, Any], function: str, arguments: list[object], right: object
 ) -> None:
-    scorer = CodeScorer.model_validate({"sandbox": kind, "timeout_s": GENEROUS_S})
     tests = read_tests({"fn_name": function, "inputs": [arguments], "outputs": [right]})
-    assert CodeJudge(scorer, sandbox_of(scorer)).score("x = 1", tests) == 0.0
+    assert judge_at(place).score("x = 1", tests) == 0.0
 
 
-def test_only_the_program_s_own_classes_are_looked_at_for_a_method(kind: str) -> None:
-    scorer = CodeScorer.model_validate({"sandbox": kind, "timeout_s": GENEROUS_S})
+def test_only_the_program_s_own_classes_are_looked_at_for_a_method(place: dict[str, Any]) -> None:
     tests = read_tests({"fn_name": "update", "inputs": [[3]], "outputs": [6]})  # as Counter has one
     program = "class Doubler:\n    def update(self, x): return 2 * x"
-    assert CodeJudge(scorer, sandbox_of(scorer)).score(program, tests) == 1.0
+    assert judge_at(place).score(program, tests) == 1.0
 
 
-def test_a_call_in_another_language_finds_the_program_beside_it(kind: str) -> None:
-    language = LanguageSection(
-        file="call.sh",
-        compile=("sh", "-c", "cat .program call.sh > all.sh"),
-        run=("sh", "all.sh"),
-        call='printf "\\n{token}"\n{function} "$(cat)"',
+def test_a_call_in_another_language_finds_the_program_beside_it(place: dict[str, Any]) -> None:
+    call = 'printf "\\n{token}"\n{function} "$(cat)"'
+    language = (
+        {"name": "bash", "call": f". ./.program\n{call}"}
+        if "address" in place
+        else {
+            "file": "call.sh",
+            "compile": ("sh", "-c", "cat .program call.sh > all.sh"),
+            "run": ("sh", "all.sh"),
+            "call": call,
+        }
     )
-    scorer = CodeScorer.model_validate({"sandbox": kind, "timeout_s": GENEROUS_S, "language": language})
     tests = read_tests({"fn_name": "same", "inputs": [[3, 4]], "outputs": [[3, 4]]})
-    assert CodeJudge(scorer, sandbox_of(scorer)).score('same() { echo "$1"; }\n', tests) == 1.0
+    assert judge_at(place, language=language).score('same() { echo "$1"; }\n', tests) == 1.0
 
 
 FORKING = """

@@ -205,14 +205,16 @@ def test_a_role_that_may_still_come_is_noted_and_waited_for(tmp_path: Path, plac
     assert told in out.getvalue()
 
 
+@pytest.mark.parametrize("kind", ["trl", "code"])
 def test_a_scorer_over_http_is_asked_for_and_one_that_may_still_come_is_noted(
-    tmp_path: Path, places: dict[str, str]
+    tmp_path: Path, places: dict[str, str], kind: str
 ) -> None:
     config = write_light_config(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "2 + 2", "tests": [{"output": "4"}]}\n')
     told = {}
     for name in ("web", "nobody"):
         out = io.StringIO()
-        scorer = f"reward.components={{c: {{scorer: {{kind: trl, address: 'http://{places[name]}'}}}}}}"
+        scorer = f"reward.components={{c: {{scorer: {{kind: {kind}, address: 'http://{places[name]}'}}}}}}"
         assert find_problems(load_settings(config, [scorer]), out) == []
         told[name] = out.getvalue()
     assert f"{C}.address http://{places['web']} answers\n" in told["web"]

@@ -13,12 +13,13 @@ from rolecall.scoring.exchange import believed, only
 from rolecall.scoring.json_server import JsonServer
 from rolecall.scoring.retries import with_retries
 from rolecall.scoring.scores import Item, Outcome, Score, failure_of, result_of
-from rolecall.settings import ExternalScorer, RpcSection
+from rolecall.settings import CodeScorer, ExternalScorer, RpcSection
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2
 from services.reward.external.batches import OpenRlhf, Trl
 from services.reward.external.judge import Judge
 from services.reward.external.kserve import KServe
+from services.reward.external.programs import Programs
 
 Answer: TypeAlias = object | RoleCallError
 """What is believed if it is a number or a Score, or why there is none."""
@@ -103,13 +104,19 @@ class HttpComponent:
 
 
 def open_http(
-    name: str, scorer: ExternalScorer, rpc: RpcSection, *, timeout_s: float, max_attempts: int
+    name: str, scorer: ExternalScorer | CodeScorer, rpc: RpcSection, *, timeout_s: float, max_attempts: int
 ) -> HttpComponent:
     """The component `name`; close it at the end. ConfigError for an unreadable token or roots, and where either would
     not be safe on the way.
     """
-    server, meter = JsonServer(name, scorer, rpc, timeout_s=timeout_s), ScorerMeter(name)
+    meter = ScorerMeter(name)
     way: Way
+    if isinstance(scorer, CodeScorer):
+        assert scorer.server is not None
+        server = JsonServer(name, scorer.server, rpc, timeout_s=timeout_s, max_calls=scorer.num_calls)
+        way = Programs(name, scorer, server, meter)
+        return HttpComponent(name, way, server, max_attempts, meter)
+    server = JsonServer(name, scorer, rpc, timeout_s=timeout_s)
     match scorer.kind:
         case "judge":
             way = Judge(name, scorer.asked, server, meter)

@@ -16,13 +16,14 @@ import re
 import secrets
 import signal
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
 
-from rolecall.data.code_tests import CodeTest, require_language
-from rolecall.errors import WorkerLostError
+from rolecall.data.code_tests import CodeTest, read_tests, require_language
+from rolecall.errors import BadGroundTruthError, WorkerLostError
 from rolecall.sandbox import DISK_BYTES, Ran, Sandbox
+from rolecall.scoring.scores import Item
 from rolecall.settings import CodeScorer, LanguageSection
 
 MAX_REMEMBERED = 65536
@@ -98,6 +99,36 @@ def _same(result: Any, right: Any) -> bool:
     return bool(result == right)
 
 
+@dataclass(frozen=True)
+class Run:
+    """A command that is to be run: the arguments of Sandbox.run."""
+
+    command: Sequence[str]
+    files: Mapping[str, bytes]
+    stdin: bytes
+    seconds: float
+    max_bytes: int
+
+
+Runs: TypeAlias = Generator[Run, Ran, Any]
+"""Runs, one after the other, each of which is answered with how it ended."""
+
+
+def task_of(item: Item, scorer: CodeScorer) -> tuple[str, list[CodeTest]]:
+    """The program of a response and its tests. BadGroundTruthError where `scorer` cannot run those."""
+    try:
+        tests = read_tests(item.metadata.get(scorer.tests))
+        require_language(tests, scorer.language)
+    except ValueError as error:
+        raise BadGroundTruthError(f"item {item.id}, field {scorer.tests!r}: {error}") from error
+    return program_of(item.response_text), tests
+
+
+def digest_of(program: str, tests: Sequence[CodeTest]) -> bytes:
+    """Digest by which the score of `program` is remembered."""
+    return hashlib.sha256(json.dumps([program, *map(asdict, tests)]).encode()).digest()
+
+
 class CodeJudge:
     """Scores programs by `scorer` in `sandbox`, each pair of program and tests once."""
 
@@ -111,10 +142,9 @@ class CodeJudge:
 
     def score(self, program: str, tests: Sequence[CodeTest]) -> float:
         """1.0 when `program` passes all `tests`, else 0.0; with `partial` the share. ScorerUnavailableError and
-        WorkerLostError as Sandbox.run: nothing is remembered then. ValueError as `require_language`.
+        WorkerLostError as Sandbox.run: nothing is remembered then.
         """
-        require_language(tests, self._scorer.language)
-        digest = hashlib.sha256(json.dumps([program, *map(asdict, tests)]).encode()).digest()
+        digest = digest_of(program, tests)
         if digest not in self._remembered:
             self._remembered[digest] = self._judge(program, tests)
             if len(self._remembered) > MAX_REMEMBERED:
@@ -123,59 +153,73 @@ class CodeJudge:
         return self._remembered[digest]
 
     def _judge(self, program: str, tests: Sequence[CodeTest]) -> float:
-        time = _Time(self._scorer.timeout_s)
-        files, built = None, None
-        passed = 0
-        for test in tests:
-            token = secrets.token_hex(16)
-            wanted = _files(program, test, self._scorer.language, token)
-            if wanted != files:
-                files, built = wanted, self._build(wanted, time)
-            if built is not None and self._passes(test, built, token, time):
-                passed += 1
-            elif not self._scorer.partial or time.left_s <= 0:
-                break
-        return passed / len(tests) if self._scorer.partial else float(passed == len(tests))
+        runs = judging(self._scorer, program, tests)
+        run = next(runs)
+        while True:
+            ran = self._sandbox.run(run.command, run.files, run.stdin, run.seconds, run.max_bytes)
+            try:
+                run = runs.send(ran)
+            except StopIteration as end:
+                return float(end.value)
 
-    def _build(self, files: Mapping[str, bytes], time: "_Time") -> Mapping[str, bytes] | None:
-        """The files that `run` needs; None when the program does not compile."""
-        if not self._scorer.language.compile:
-            return files
-        command = ["sh", "-c", '"$@" > /dev/null && exec tar -c -f - .', "sh", *self._scorer.language.compile]
-        ran = self._run(command, files, b"", time, DISK_BYTES)
-        return {ARCHIVE: ran.output} if ran.status == 0 else None
 
-    def _passes(self, test: CodeTest, files: Mapping[str, bytes], token: str, time: "_Time") -> bool:
-        expected = token if test.stdout is None else test.stdout
-        command = list(self._scorer.language.run)
-        if ARCHIVE in files:
-            command = ["sh", "-c", f'tar -x -f {ARCHIVE} && rm {ARCHIVE} && exec "$@"', "sh", *command]
-        max_bytes = MAX_OUTPUT_BYTES + len(expected.encode(errors="replace"))
-        stdin = test.stdin.encode(errors="replace")
-        ran = self._run(command, files, stdin, time, max_bytes)
-        if ran.status != 0:
-            return False
-        output = ran.output.decode(errors="replace")
-        if test.function:
-            return same_result(output.rpartition(token)[2].partition("\n")[0], test)
-        if test.stdout is None:
-            return token in output  # the program may write before and after it
-        return same_output(output, expected)
+def judging(scorer: CodeScorer, program: str, tests: Sequence[CodeTest]) -> Runs:
+    """The runs by which `program` is judged, wherever they are made, and then its score. WorkerLostError when one was
+    killed, and there is no time to run it again.
+    """
+    time = _Time(scorer.timeout_s)
+    files, built = None, None
+    passed = 0
+    for test in tests:
+        token = secrets.token_hex(16)
+        wanted = _files(program, test, scorer.language, token)
+        if wanted != files:
+            files, built = wanted, (yield from _build(scorer.language, wanted, time))
+        if built is not None and (yield from _passes(scorer.language, test, built, token, time)):
+            passed += 1
+        elif not scorer.partial or time.left_s <= 0:
+            break
+    return passed / len(tests) if scorer.partial else float(passed == len(tests))
 
-    def _run(
-        self, command: Sequence[str], files: Mapping[str, bytes], stdin: bytes, time: "_Time", max_bytes: int
-    ) -> Ran:
-        """The run that counts: the second one where the first was killed. WorkerLostError when there was no time for
-        that: nobody knows then whose fault it was.
-        """
-        ran = time.spent(self._sandbox.run(command, files, stdin, time.left_s, max_bytes))
-        if ran.status not in KILLED:
-            return ran
-        if time.left_s > 0:
-            ran = time.spent(self._sandbox.run(command, files, stdin, time.left_s, max_bytes))
-        if ran.status is None or time.left_s <= 0:
-            raise WorkerLostError("a program was killed, and scorer.timeout_s is too short to run it a second time")
+
+def _build(language: LanguageSection, files: Mapping[str, bytes], time: "_Time") -> Runs:
+    """The files that `run` needs; None when the program does not compile."""
+    if not language.compile:
+        return files
+    command = ["sh", "-c", '"$@" > /dev/null && exec tar -c -f - .', "sh", *language.compile]
+    ran = yield from _counted(command, files, b"", time, DISK_BYTES)
+    return {ARCHIVE: ran.output} if ran.status == 0 else None
+
+
+def _passes(language: LanguageSection, test: CodeTest, files: Mapping[str, bytes], token: str, time: "_Time") -> Runs:
+    expected = token if test.stdout is None else test.stdout
+    command = list(language.run)
+    if ARCHIVE in files:
+        command = ["sh", "-c", f'tar -x -f {ARCHIVE} && rm {ARCHIVE} && exec "$@"', "sh", *command]
+    max_bytes = MAX_OUTPUT_BYTES + len(expected.encode(errors="replace"))
+    ran = yield from _counted(command, files, test.stdin.encode(errors="replace"), time, max_bytes)
+    if ran.status != 0:
+        return False
+    output = ran.output.decode(errors="replace")
+    if test.function:
+        return same_result(output.rpartition(token)[2].partition("\n")[0], test)
+    if test.stdout is None:
+        return token in output  # the program may write before and after it
+    return same_output(output, expected)
+
+
+def _counted(command: Sequence[str], files: Mapping[str, bytes], stdin: bytes, time: "_Time", max_bytes: int) -> Runs:
+    """The run that counts: the second one where the first was killed. WorkerLostError when there was no time for that:
+    nobody knows then whose fault it was.
+    """
+    ran = time.spent((yield Run(command, files, stdin, time.left_s, max_bytes)))
+    if ran.status not in KILLED:
         return ran
+    if time.left_s > 0:
+        ran = time.spent((yield Run(command, files, stdin, time.left_s, max_bytes)))
+    if ran.status is None or time.left_s <= 0:
+        raise WorkerLostError("a program was killed, and scorer.timeout_s is too short to run it a second time")
+    return ran
 
 
 class _Time:
