@@ -486,16 +486,17 @@ async def test_people_are_answered_while_a_prompt_is_rendered_and_a_pause_then_s
 async def test_a_loop_that_is_abandoned_while_it_renders_loses_no_prompt(light_run: LightRun, tmp_path: Path) -> None:
     texts = [f"number {i}" if i % 3 else "1 2 3 4 5 6 7 8 9 " * 10 for i in range(30)]
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    async with light_run(data={"train": str(tmp_path / "mixed.jsonl")}) as run, run.rollout("rollout-0"):
+    async with light_run(data={"train": str(tmp_path / "mixed.jsonl")}) as run:
         async with run.controller() as life:
-            slow = SlowTokenizer(run, held=9)
-            await until(slow.is_held.is_set)
-            life.running.cancel()
-            await asyncio.wait([life.running], timeout=RUN_S)
-            slow.may_go.set()
+            slow = SlowTokenizer(run, held=9)  # before there is a rollout, and so a loop that renders
+            async with run.rollout("rollout-0"):
+                await until(slow.is_held.is_set)
+                life.running.cancel()
+                await asyncio.wait([life.running], timeout=RUN_S)
+                slow.may_go.set()
         num_admitted = run.ledger.counts().admitted
         assert num_admitted < 12
-        await run.to_the_end()
+        await run.to_the_end("rollout-0")
         assert admitted_uids(run) == first_uids(run, 12)
     assert balance(run) == (12, 12, 0, 0)
 
