@@ -27,6 +27,8 @@ class StoreThreads:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="store")
         self._under_way: set[asyncio.Future[Any]] = set()
+        self._is_held = False
+        """Whether a call went on for longer than `settle` waited."""
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """The result of `function`, run in a thread."""
@@ -43,8 +45,9 @@ class StoreThreads:
     async def settle(self) -> None:
         """Returns when no call is under way: what comes next sees all that the cancelled ones did."""
         if self._under_way:
-            await asyncio.wait(self._under_way, timeout=SETTLE_S)
+            _, held = await asyncio.wait(self._under_way, timeout=SETTLE_S)
+            self._is_held = bool(held)
 
     def close(self) -> None:
-        """Takes no more calls, and drops those that have not begun; `settle` waits for those under way."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Waits for calls under way, but not for one that `settle` gave up."""
+        self._pool.shutdown(wait=not self._is_held, cancel_futures=True)

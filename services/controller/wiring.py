@@ -51,8 +51,8 @@ class Wiring:
         await self.parts.fleet.close()
         for channel in self.channels:
             await channel.close()
-        self.parts.threads.close()
         await self.parts.threads.settle()
+        self.parts.threads.close()
         self.parts.shifts.close()
         self.connection.close()
 
