@@ -207,7 +207,7 @@ def _of_critic(settings: RunSettings) -> dict[str, Any] | None:
 
 
 def _of_function(section: PluginSection) -> list[str]:
-    """Its name and its options, which may be of YAML's types that JSON lacks."""
+    """The name of a function and its options, which may be of YAML's types that JSON lacks."""
     return [section.name, json.dumps(section.options, sort_keys=True, default=str)]
 
 
