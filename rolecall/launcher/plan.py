@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -387,7 +387,7 @@ def _free_ports(count: int) -> Iterator[int]:
 
 
 def _bind(opened: socket.socket, ports: Iterator[int]) -> int:
-    for port in [*islice(ports, _LOOKS), 0]:
+    for port in chain(islice(ports, _LOOKS), (0,)):  # lazily: the ports that are not tried are the next role's
         with suppress(OSError):
             opened.bind(("127.0.0.1", port))
             break

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,15 @@ from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.check import find_problems
 from rolecall.errors import ConfigError, NotFoundError, RunExistsError
 from rolecall.launcher.last_words import describe_failure, last_words
-from rolecall.launcher.plan import metrics_binds, plan_workers, prepare_run_dir, resolve, role_environment, write_config
+from rolecall.launcher.plan import (
+    _bind,
+    metrics_binds,
+    plan_workers,
+    prepare_run_dir,
+    resolve,
+    role_environment,
+    write_config,
+)
 from rolecall.launcher.processes import Worker
 from rolecall.launcher.run_record import RunRecord
 from rolecall.launcher.supervisor import train
@@ -68,6 +77,15 @@ def test_launchers_that_start_together_choose_different_ports() -> None:
     launchers = [subprocess.Popen([sys.executable, "-c", choose], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     chosen = [port for launcher in launchers for port in launcher.communicate(timeout=120)[0].split()]
     assert len(chosen) == len(set(chosen)) == 15
+
+
+def test_a_role_takes_no_more_ports_than_it_looks_at() -> None:
+    """Or launchers that start together would reach each other's places."""
+    with socket.socket() as busy, socket.socket() as opened:
+        busy.bind(("127.0.0.1", 0))
+        ports = iter([busy.getsockname()[1], 0, 7])
+        _bind(opened, ports)
+        assert list(ports) == [7]
 
 
 def test_local_roles_show_their_metrics_on_ports_in_a_row_and_a_role_alone_on_the_one_that_is_set(
