@@ -144,11 +144,18 @@ class DiskStorage:
     def files(self) -> dict[str, int]:
         """Storage.files."""
         found = {}
-        for folder, _, names in os.walk(self._path):
-            for name in names:
-                path = Path(folder, name)
-                with suppress(FileNotFoundError):  # deleted meanwhile
-                    found[path.relative_to(self._path).as_posix()] = path.stat().st_size
+        try:
+            for folder, folders, names in os.walk(self._path, onerror=_unless_gone):
+                # of the file system, in the root of a volume: root alone may read it
+                folders[:] = (each for each in folders if each != "lost+found")
+                for name in names:
+                    path = Path(folder, name)
+                    with suppress(FileNotFoundError):  # deleted meanwhile
+                        found[path.relative_to(self._path).as_posix()] = path.stat().st_size
+        except OSError as error:
+            raise StorageUnavailableError(
+                f"cannot list {self._path} ({error.strerror}); see that its disk can be reached, and all of it be read"
+            ) from error
         return found
 
     def remove(self, names: Iterable[str]) -> None:
@@ -262,6 +269,11 @@ def _give_up(file: Any) -> None:
     finally:
         if isinstance(file, AbstractBufferedFile):
             file.closed = True  # or it uploads what it has when it is collected
+
+
+def _unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _make_folder(path: Path) -> None:

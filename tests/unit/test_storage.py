@@ -15,6 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from rolecall.checkpoint.storage import TRIES, RemoteStorage, Storage, open_storage, require_inside
 from rolecall.errors import ConfigError, DiskFullError, InvalidInputError, StorageUnavailableError
+from tests.file_limits import no_file_is_free
 from tests.s3_server import s3_bucket
 
 BIG = os.urandom(6 * 2**20)
@@ -140,6 +141,25 @@ def test_on_a_disk_nothing_but_the_file_is_left_and_empty_folders_go(tmp_path: P
     assert [path.name for path in (tmp_path / "new").rglob("*")] == ["a", "b", "c"]
     storage.remove(["a/b/c"])
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_disk_that_cannot_be_listed_holds_no_one_knows_what(tmp_path: Path) -> None:
+    """Taken for empty, it would have a run begin anew beside its checkpoints."""
+    storage = open_storage(str(tmp_path))
+    storage.write("step/a", lambda file: file.write(b"x"))
+    with (
+        no_file_is_free(),
+        pytest.raises(StorageUnavailableError, match=rf"cannot list {tmp_path} \(Too many open files"),
+    ):
+        storage.files()
+    (tmp_path / "step" / "loop").symlink_to("loop")
+    with pytest.raises(StorageUnavailableError, match="symbolic links"):
+        storage.files()
+    (tmp_path / "step" / "loop").unlink()
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "lost+found" / "#12").write_text("of the file system's check, which root alone may read")
+    assert storage.files() == {"step/a": 1}
+    assert storage.at("new").files() == {}
 
 
 def test_a_path_below_the_checkpoints_is_taken_by_whatever_name_they_have(tmp_path: Path) -> None:
