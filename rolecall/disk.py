@@ -9,10 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rolecall.errors import ConfigError, DiskFullError, RoleCallError, UnavailableError
+from rolecall.errors import ConfigError, DiskFullError, RoleCallError, StorageUnavailableError, UnavailableError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No space, no quota, no larger file allowed."""
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+"""What the system says of a file system that is away for a while, and of a process or machine with too many open files.
+"""
 _TAIL_BYTES = 65536
 LOCK_TIMEOUT_S = 10.0
 """Deadline of waiting for another process that appends to the same file."""
@@ -20,8 +23,8 @@ LOCK_TIMEOUT_S = 10.0
 
 @contextmanager
 def writing(what: str, path: Path) -> Iterator[None]:
-    """DiskFullError when the disk, a quota or an allowed size ends inside, RoleCallError for anything else the system
-    refuses, a failed sync included.
+    """DiskFullError when the disk, a quota or an allowed size ends inside, StorageUnavailableError for what may pass,
+    RoleCallError for anything else the system refuses, a failed sync included.
     """
     try:
         yield
@@ -29,6 +32,11 @@ def writing(what: str, path: Path) -> Iterator[None]:
         if error.errno in _FULL:
             raise DiskFullError(
                 f"no space to {what} {path} ({error.strerror}); free some, or keep fewer checkpoints"
+            ) from error
+        if error.errno in _PASSING:
+            raise StorageUnavailableError(
+                f"cannot {what} {path} ({error.strerror}); see that its file system answers, and that this process may "
+                "open more files"
             ) from error
         raise RoleCallError(f"cannot {what} {path} ({error.strerror or error}); make it writable") from error
 

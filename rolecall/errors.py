@@ -36,7 +36,7 @@ help.
     │   ├── ChannelBrokenError    the weight channel failed; open a new epoch
     │   │   └── ChannelUnreachableError this rank cannot take part in it
     │   ├── StoreUnavailableError the store does not answer
-    │   ├── StorageUnavailableError the place of checkpoints does not answer
+    │   ├── StorageUnavailableError the place of checkpoints or of the run's files does not answer
     │   │   └── SaveHangsError    a checkpoint is still being written, past its deadline
     │   ├── ScorerUnavailableError a scorer does not answer
     │   ├── EnvironmentAwayError  an environment does not answer, or has no room

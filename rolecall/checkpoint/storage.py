@@ -11,7 +11,7 @@ last (rolecall/checkpoint/manifest.py). Credentials and endpoints are those of t
 environment, for instance).
 
 Errors: FileNotFoundError for a file that is not there; DiskFullError and RoleCallError of a disk;
-StorageUnavailableError of anything else, after TRIES.
+StorageUnavailableError of a disk that is away for a while, and of anything else, after TRIES.
 """
 
 import logging

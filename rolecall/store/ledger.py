@@ -252,7 +252,7 @@ class Ledger:
         synced before anything is deleted.
 
         `rolecall/store/history.py` says what a line holds. A crash in between writes lines again: their `id` tells.
-        DiskFullError leaves the file and the stream as they were.
+        DiskFullError and StorageUnavailableError leave the file and the stream as they were.
         """
         total = 0
         while True:

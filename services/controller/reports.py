@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from rolecall.errors import DiskFullError
+from rolecall.errors import DiskFullError, StorageUnavailableError
 from rolecall.telemetry import Metrics, export
 from services.controller.groups.assembly import ScoredGroup
 from services.controller.parts import Parts
@@ -49,7 +49,7 @@ class Reports:
         try:
             await parts.threads.call(parts.ledger.drain, "history", folder / "history.jsonl")
             await parts.threads.call(parts.ledger.drain, "dead", folder / "dead.jsonl")
-        except DiskFullError as error:
+        except (DiskFullError, StorageUnavailableError) as error:
             logger.warning("the ledger's history stays in the store: %s", error.message)
 
     async def _report_after(

@@ -3,6 +3,7 @@ and everything says what it needs.
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -10,11 +11,13 @@ import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import redis
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from rolecall.checkpoint.storage import open_storage
 from rolecall.disk import append_lines
 from rolecall.errors import DiskFullError, RoleCallError
 from rolecall.identity import settle
@@ -24,6 +27,7 @@ from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
 from rolecall.trackers import End, Trackers
 from rolecall.v1 import controller_pb2
+from services.controller.durable.saving import NO_ROOM
 from tests.file_sizes import files_up_to
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.launched import write_model
@@ -165,6 +169,35 @@ def test_a_history_that_finds_no_space_stays_in_the_store(disk: Path, store: Sto
     ballast.unlink()
     assert store.ledger.drain("history", path) == 200
     assert [json.loads(line)["gid"] for line in path.read_text().splitlines()] == [str(gid) for gid in range(200)]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN])
+def test_what_may_pass_costs_a_checkpoint_and_not_the_run(tmp_path: Path, number: int) -> None:
+    def fail(file: BinaryIO) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(NO_ROOM, match=rf"cannot write a checkpoint to .*{os.strerror(number)}") as caught:
+        open_storage(str(tmp_path)).write("step-00000020/a", fail)
+    assert "writable" not in caught.value.message
+
+
+async def test_a_history_that_meets_a_passing_error_stays_in_the_store_and_the_next_report_moves_it(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel answers EIO to whoever writes at the beginning of a process's memory."""
+    sections = {"name": store.run, "dir": str(tmp_path / "run"), "num_steps": 6}
+    (tmp_path / "run").mkdir(exist_ok=True)
+    history = tmp_path / "run" / "history.jsonl"
+    history.symlink_to("/proc/self/mem")
+    async with twin_run(store, tmp_path, make_settings, run=sections) as run, run.rollout("rollout-0", token_s=0.005):
+        async with run.controller() as life:
+            await life.reaches(3)
+            history.unlink()
+            await life.ends()
+    assert "the ledger's history stays in the store: cannot write" in caplog.text
+    assert "starting over" not in caplog.text
+    trained = [line for line in history.read_text().splitlines() if json.loads(line)["event"] == "trained"]
+    assert len(trained) == 24
 
 
 async def test_a_run_whose_disk_fills_up_goes_on_keeps_its_last_checkpoint_and_catches_up(
