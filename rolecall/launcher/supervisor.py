@@ -38,6 +38,7 @@ from rolecall.launcher.used_store import note_used_store, require_used_store
 from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.identity import acting_as
+from rolecall.rpc.role_process import allow_many_files
 from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.probe import require_free_name
@@ -71,6 +72,7 @@ def train(settings: RunSettings, *, resume: bool, package: str = "services") -> 
 
     package: where the roles' modules are, `<package>.<role>`.
     """
+    allow_many_files()
     if settings.store.url is not None and not resume:
         require_free_name(settings)
     if resume:

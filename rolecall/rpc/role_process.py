@@ -15,6 +15,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -222,6 +223,7 @@ def run(main: Callable[[], Awaitable[None]], role: str = "service", *, has_end: 
     says so. A crash of native code writes the Python stacks of all threads to stderr.
     """
     faulthandler.enable(2)
+    allow_many_files()
     try:
         tie_to_parent()
     except (ConfigError, OSError) as error:
@@ -321,6 +323,15 @@ async def _drain_role(drain: Callable[[], Awaitable[None]], grace_s: float) -> N
             await drain()
     except TimeoutError:
         logger.warning("draining took longer than %.1f s; going on without it", grace_s)
+
+
+def allow_many_files() -> None:
+    """Raises the number of files that this process, and those that it starts, may have open to what the system allows
+    it. A connection is one, and shells begin with 1024.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError):  # the kernel may allow less than it says: macOS, or fs.nr_open lowered since
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def tie_to_parent() -> None:

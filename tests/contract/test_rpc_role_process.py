@@ -1,6 +1,7 @@
 """A role's process starts with clear errors, stops when told, ends with its launcher and says once why it failed."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import yaml
 from rolecall.rpc import role_process
 from rolecall.settings import child_environment, store_url_file
 from tests.conftest import MakeSettings
+from tests.file_limits import few_files
 
 ROOT = Path(__file__).parents[2]
 Role = subprocess.Popen[str]
@@ -64,6 +66,13 @@ def up(role: Role) -> Role:
     line = role.stdout.readline()
     assert line == "up\n", role.communicate()[1]
     return role
+
+
+def test_a_role_may_open_as_many_files_as_the_machine_lets_it(launcher: Launcher) -> None:
+    with few_files():
+        role = up(launcher.start("serve"))
+    soft, hard = resource.prlimit(role.pid, resource.RLIMIT_NOFILE)
+    assert soft == hard > 256
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

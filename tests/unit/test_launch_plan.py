@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from rolecall.launcher.used_store import require_used_store
 from rolecall.settings import ActorSection, RunSettings, load_settings
 from rolecall.v1 import controller_pb2
 from tests.conftest import MakeSettings
+from tests.file_limits import few_files
 from tests.twins.launched import write_light_config
 
 PPO = {"algorithm": {"groups_per_batch": 2, "advantage": {"kind": "gae"}}}
@@ -167,8 +169,11 @@ def test_a_run_does_not_go_on_beside_a_store_that_holds_nothing_of_it(
     settings = make_settings(run={"name": "test", "dir": str(tmp_path), "num_steps": 1})
     write_config(settings)
     (tmp_path / "store.json").write_text('{"store": "store:6379/0"}')
-    with pytest.raises(ConfigError, match=r"embedded holds nothing of it.*the URL of store:6379/0 again"):
-        train(settings, resume=True)
+    with few_files():
+        with pytest.raises(ConfigError, match=r"embedded holds nothing of it.*the URL of store:6379/0 again"):
+            train(settings, resume=True)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft == hard, "a launcher, and the store that it starts, may open what the machine lets them"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "store.json"], "nothing was started"
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "appendonlydir").mkdir()
