@@ -20,6 +20,7 @@ from rolecall.errors import (
     NotFoundError,
     RoleCallError,
     StoreUnavailableError,
+    UnauthenticatedError,
     UnavailableError,
     WorkerLostError,
 )
@@ -40,6 +41,8 @@ WATCH_PAUSE_S = 1.0
 """Seconds between two looks at whether it is back."""
 PROFILE_TIMEOUT_S = 24 * 3600.0
 """Deadline of one `rolecall profile`, which waits for the next steps of the run."""
+_NOT_ITS_CONTROLLER = (UnavailableError, DeadlineError, UnauthenticatedError)
+"""What is heard at the address of a run that is over: nobody, or the controller of another run."""
 _READING = ("status", "watch")
 """Commands that a viewer may give; the others are an operator's."""
 
@@ -65,7 +68,7 @@ def steer(command: str, run: str, *, tls: Path | None = None, checkpoint: bool =
     found = find(run, Caller.VIEWER if command in _READING else Caller.OPERATOR, tls)
     try:
         return asyncio.run(_steer(command, found, checkpoint, as_json))
-    except (UnavailableError, DeadlineError) as error:
+    except _NOT_ITS_CONTROLLER as error:
         record = _record_of_what_is_over(found, error)
         if command not in _READING:
             raise NotFoundError(
@@ -86,7 +89,7 @@ def profile(run: Run, role: str, num_steps: int) -> int:
         return asyncio.run(_profile(run, role, num_steps))
     except WorkerLostError:
         raise
-    except (UnavailableError, DeadlineError) as error:
+    except _NOT_ITS_CONTROLLER as error:
         record = _record_of_what_is_over(run, error)
         raise NotFoundError(f"run {record.status.run} is over ({record.how}); there is nothing to profile") from error
 
@@ -121,13 +124,15 @@ def _certificates(folder: Path) -> TlsSection:
 
 
 def _record_of_what_is_over(run: Run, error: RoleCallError) -> RunRecord:
-    """Reads what is left of a run whose controller does not answer. Where it is not over, raises `error`, or one that
-    says more.
+    """Reads what is left of a run whose controller does not answer, or where another run's does, which refuses us.
+    Where it is not over, raises `error`, or one that says more.
     """
     record = None if run.directory is None else read_record(run.directory)
     if run.directory is None or record is None or isinstance(error, StoreUnavailableError):  # that a controller says
         raise error
     if is_under_way(run.directory):
+        if isinstance(error, UnauthenticatedError):  # by its own controller
+            raise error
         raise UnavailableError(
             f"the controller does not answer, and is starting or being started again; ask in a moment ({error.message})"
         ) from error

@@ -1,5 +1,6 @@
 """`rolecall watch` over the lives of a controller, as its stub gives them."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,15 @@ from typing import Any
 import pytest
 
 from rolecall.commands import steer
-from rolecall.errors import RoleCallError, StoreUnavailableError, UnavailableError
+from rolecall.errors import NotFoundError, RoleCallError, StoreUnavailableError, UnauthenticatedError, UnavailableError
 from rolecall.launcher.plan import run_lock, write_config
 from rolecall.launcher.run_record import INTERRUPTED, keep_record
+from rolecall.rpc.callers import Caller
+from rolecall.rpc.identity import acting_as
+from rolecall.rpc.server import Server
 from rolecall.settings import RpcSection, RunSection, RunSettings
 from rolecall.v1 import controller_pb2 as pb
+from rolecall.v1 import controller_pb2_grpc
 
 RUNNING = pb.RunStatus(run="test", state=pb.RUN_STATE_RUNNING, step=1, total_steps=4)
 FAILED = pb.RunStatus(run="test", state=pb.RUN_STATE_FAILED, step=1, total_steps=4, error="the store was away")
@@ -82,3 +87,36 @@ def test_a_controller_that_says_its_store_is_away_is_not_taken_for_one_that_is_o
     assert "--resume goes on" in told(UnavailableError("nobody listens"))
     with pytest.raises(StoreUnavailableError, match="the store did not answer"):
         told(StoreUnavailableError("the store did not answer"))
+
+
+async def test_a_controller_of_another_run_at_the_port_of_one_that_is_over_is_not_taken_for_its(
+    tmp_path: Path, make_settings: Callable[..., RunSettings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = make_settings(run={"name": "other", "dir": str(tmp_path / "other"), "num_steps": 1})
+    server = Server(acting_as(other, Caller.CONTROLLER).rpc, "127.0.0.1:0")
+    server.add(
+        controller_pb2_grpc.add_ControllerServiceServicer_to_server,
+        controller_pb2_grpc.ControllerServiceServicer(),  # type: ignore[abstract]  # no call gets so far
+        "rolecall.v1.ControllerService",
+    )
+    address = await server.start()
+    settings = make_settings(
+        controller={"address": address}, run={"name": "test", "dir": str(tmp_path / "over"), "num_steps": 4}
+    )
+    acting_as(settings, Caller.CONTROLLER)  # which makes its directory, and its tokens
+    write_config(settings)
+    keep_record(settings.run, DONE, 0)
+
+    def told(command: str) -> int:
+        return steer.steer(command, str(settings.run.dir))
+
+    try:
+        for command in ("status", "watch"):
+            assert await asyncio.to_thread(told, command) == 0
+            assert "at step 4/4: done" in capsys.readouterr().out
+        with pytest.raises(NotFoundError, match=r"run test is over \(done\); there is nothing to stop"):
+            await asyncio.to_thread(told, "stop")
+        with run_lock(settings.run.dir), pytest.raises(UnauthenticatedError):
+            await asyncio.to_thread(told, "status")
+    finally:
+        await server.drain(0.0)
