@@ -62,8 +62,12 @@ def replace_text(path: Path, text: str) -> None:
     """
     with writing("write", path):
         beside = path.with_suffix(".new")
-        beside.write_text(text)
-        os.replace(beside, path)
+        try:
+            beside.write_text(text)
+            os.replace(beside, path)
+        except BaseException:
+            beside.unlink(missing_ok=True)  # or a folder that holds nothing else would be somebody's
+            raise
 
 
 def append_lines(path: Path, lines: Sequence[str], *, sync: bool = False) -> None:
