@@ -25,6 +25,7 @@ from pathlib import Path
 import redis
 from redis import exceptions
 
+from rolecall.disk import writing
 from rolecall.errors import ConfigError, RunLockedError, StoreUnavailableError
 from rolecall.lifeline import state_of, tied
 from rolecall.store.users import REPLAYING, ROLES, rights
@@ -216,9 +217,10 @@ class EmbeddedStore:
                 continue  # a restart, perhaps on a disk that is full
             beside = self._dir / "url.new"
             beside.unlink(missing_ok=True)
-            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as written:
-                written.write(url)
-            beside.replace(file)
+            with writing("write", file):
+                with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as written:
+                    written.write(url)
+                beside.replace(file)
 
     def wait_until_ready(self) -> None:
         """Returns once the server answers and has loaded its file; any thread may call it. StoreUnavailableError when

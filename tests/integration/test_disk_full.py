@@ -124,6 +124,7 @@ def test_what_a_run_is_and_was_is_kept_whole_or_not_at_all(
     record = read_record(disk)
     assert record is not None
     assert record.status.step == 1
+    assert {path.name for path in disk.iterdir()} == {"ballast", "last_status.json"}, "nothing half written stays"
     ballast.unlink()
     for _ in range(2):  # the first writes it, the second compares
         settle(settings)
@@ -224,6 +225,16 @@ async def test_a_run_whose_disk_fills_up_goes_on_keeps_its_last_checkpoint_and_c
     assert (counts.admitted, counts.trained, counts.live) == (48, 48, 0)
     history = [json.loads(line) for line in (disk / "run" / "history.jsonl").read_text().splitlines()]
     assert sum(line["event"] == "trained" for line in history) == 48
+
+
+def test_a_store_that_finds_no_room_to_start_says_so(disk: Path, make_embedded_store: MakeEmbeddedStore) -> None:
+    server = make_embedded_store(disk / "store")
+    (disk / "store").mkdir()
+    ballast = fill(disk)
+    with pytest.raises(DiskFullError, match=r"no space to write .*/store/url\.\w+ \(No space left on device\)"):
+        server.start()
+    ballast.unlink()
+    server.start()
 
 
 def test_a_store_whose_disk_fills_up_ends_says_why_and_has_lost_nothing_when_there_is_room_again(
