@@ -23,7 +23,7 @@ LOCK_TIMEOUT_S = 10.0
 
 @contextmanager
 def writing(what: str, path: Path) -> Iterator[None]:
-    """DiskFullError when the disk, a quota or an allowed size ends inside, StorageUnavailableError for what may pass,
+    """DiskFullError when the disk, a quota or an allowed size ends inside. StorageUnavailableError for what may pass,
     RoleCallError for anything else the system refuses, a failed sync included.
     """
     try:

@@ -21,7 +21,6 @@ from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import (
     DeadlineError,
     RoleCallError,
-    RunLockedError,
     UnavailableError,
 )
 from rolecall.identity import settle
@@ -260,7 +259,7 @@ class Supervisor:
         assert store is not None
         try:
             store.spawn(lock_timeout_s=0.0)  # its last holder was killed and waited for
-        except (RunLockedError, OSError) as error:
+        except (RoleCallError, OSError) as error:
             self._verdicts[_STORE] = f"the store could not be started ({error})"  # the next look finds it not alive
             return
         self._processes.write_record()
