@@ -51,8 +51,9 @@ class JsonServer:
         """
         given = token_given(name)
         token = token_of(scorer.bearer_token_file) or (None if given is None else lambda: given)
-        carried = InferenceCarrier if scorer.over_grpc else HttpCarrier
-        self._carrier: Carrier = carried(scorer, rpc, token)
+        self._carrier: Carrier = (
+            InferenceCarrier(scorer, rpc, token) if scorer.over_grpc else HttpCarrier(scorer, rpc, token, max_calls)
+        )
         self._timeout_s = timeout_s
         self.peer = Peer(name=name, address=scorer.address, timeout_s=timeout_s, hedge_after_s=scorer.hedge_after_s)
         self._calls = asyncio.Semaphore(max_calls)

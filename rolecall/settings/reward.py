@@ -1,5 +1,6 @@
 """Sections of the reward: scorers, the components that use them, the service."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -147,6 +148,19 @@ class FunctionScorer(Section):
             raise ValueError(f"min {self.min:g} exceeds max {self.max:g}, so that no value is inside; correct them")
         if len(set(self.components)) < len(self.components) or "" in self.components:
             raise ValueError(f"components {list(self.components)}: each needs a name of its own; correct them")
+        return self
+
+    @model_validator(mode="after")
+    def _options_reach_a_worker_as_they_are(self) -> Self:
+        try:
+            as_sent = json.loads(json.dumps(self.options, allow_nan=False))
+        except (TypeError, ValueError):
+            as_sent = None
+        if as_sent != self.options:
+            raise ValueError(
+                "options: worker processes get them as JSON, which has text for keys, and neither dates nor numbers "
+                "that are not finite; write those as text, or leave them to the function's default"
+            )
         return self
 
     @model_validator(mode="after")

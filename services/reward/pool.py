@@ -288,8 +288,10 @@ class WorkerThread:
         """Runs `tasks` until all are answered or the worker is lost; what it did not get to goes back to the queue."""
         payloads = [reward_pb2.ScoreRequest(items=task.items).SerializeToString() for task in tasks]
         sent = [(task.component, payload, task.timeout_s) for task, payload in zip(tasks, payloads, strict=True)]
+        is_stained = False
         try:
             for results in worker.score(sent):
+                is_stained |= any(result.error.code == TIMEOUT for result in results)
                 task = tasks.popleft()
                 with self._queue.condition:
                     task.finish(results)
@@ -299,6 +301,8 @@ class WorkerThread:
             self._is_to_blame(
                 tasks, WORKER_DIED, f"the scorer's process ended while it scored the item ({error.message})"
             )
+        if is_stained:
+            worker.kill()  # what an awaited item holds beyond its cancellation, as a thread, goes with the process
         if tasks:
             self._give_back(tasks)
 

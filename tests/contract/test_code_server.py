@@ -125,6 +125,15 @@ async def test_a_language_is_the_server_s_and_compiles_there_within_its_own_time
             assert values(await scorer.score([item(program, tests)])) == [value]
 
 
+async def test_a_compiler_has_the_whole_time_however_much_of_the_tests_is_spent() -> None:
+    language = {"name": "compiled", "end": "echo {token}"}
+    twin = sandbox_twin()
+    async with component(twin, language=language) as scorer:
+        assert values(await scorer.score([item("sleep 0.3; read x; echo $((2 * x))", DOUBLED)])) == [1.0]
+    assert [request.body["compile_timeout"] for request in twin.requests] == [GENEROUS_S] * 2
+    assert twin.requests[1].body["run_timeout"] < GENEROUS_S
+
+
 async def test_output_without_end_is_a_failed_program() -> None:
     async with component(sandbox_twin()) as scorer:
         assert values(await scorer.score([item("print('1' * 2**22)", [{"output": "1"}])])) == [0.0]
@@ -197,10 +206,14 @@ async def test_a_server_that_is_away_or_late_is_no_reward() -> None:
     [
         (said(return_code=127), ConfigError, "an empty program fails there with exit status 127"),
         (said(status="TimeLimitExceeded"), ScorerUnavailableError, "takes more than 60 s there"),
+        (said(return_code=137), ScorerUnavailableError, "or is killed"),
+        ({"status": "SandboxError", "message": "no disk"}, ScorerUnavailableError, "its sandbox failed: no disk"),
+        (Reply(500, b"oh"), ScorerUnavailableError, "500"),
+        (Reply(422, b"no such language"), ConfigError, "scorer.language.name 'python' is refused there"),
     ],
 )
 async def test_a_server_whose_python_does_not_start_is_found_at_the_start(
-    run: dict[str, Any], error: type[Exception], told: str
+    run: dict[str, Any] | Reply, error: type[Exception], told: str
 ) -> None:
     async with component(HttpTwin(lambda request: run), is_there=False) as scorer:
         with pytest.raises(error, match=told):

@@ -1,10 +1,12 @@
 """Functions of users: what could never be called, or never answer, is named before anything is called."""
 
 import io
+from datetime import date
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from rolecall.commands.check import find_problems
 from rolecall.plugins import load_function
@@ -121,3 +123,9 @@ def test_a_description_that_no_score_fits_is_refused(fields: dict[str, object], 
 def test_a_function_may_return_truth_and_any_number_of_python_or_numpy(answer: object) -> None:
     spec = reward_pb2.DescribeResponse(name="mine")
     assert result_of(reward_pb2.ScoreItem(id="0/0"), answer, spec).reward.value == 1.0
+
+
+@pytest.mark.parametrize("options", [{"cap": float("inf")}, {"since": date(2024, 1, 1)}, {"names": {1: "a"}}])
+def test_options_that_would_reach_a_worker_as_something_else_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="options: worker processes get them as JSON"):
+        FunctionScorer(target="mine:score", options=options)

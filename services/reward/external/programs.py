@@ -11,7 +11,14 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from rolecall.data.code_tests import CodeTest
-from rolecall.errors import ConfigError, RoleCallError, ScorerError, ScorerUnavailableError, WorkerLostError
+from rolecall.errors import (
+    ConfigError,
+    InvalidInputError,
+    RoleCallError,
+    ScorerError,
+    ScorerUnavailableError,
+    WorkerLostError,
+)
 from rolecall.sandbox import Ran
 from rolecall.scoring.json_server import JsonServer
 from rolecall.scoring.scores import Item
@@ -21,7 +28,7 @@ from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2
 from services.reward.catalog import describe
 from services.reward.external.remembered import Remembered
-from services.reward.scorers.code import MAX_OUTPUT_BYTES, Run, digest_of, judging, task_of
+from services.reward.scorers.code import KILLED, MAX_OUTPUT_BYTES, Run, digest_of, judging, task_of
 
 
 class _Command(BaseModel):
@@ -54,15 +61,24 @@ class Programs:
 
     async def look(self) -> None:
         """Returns when the server runs programs. Raises when it does not answer, or wants another token, and a
-        ConfigError when an empty Python program fails there: then all would, and score 0.
+        ConfigError when it knows no such language, or an empty Python program fails there: then all would, and score 0.
         """
         await self._server.look()
         language = self._scorer.language
-        if language == PYTHON:
-            empty = Run(language.run, {language.file: b""}, b"", self._scorer.timeout_s, MAX_OUTPUT_BYTES)
+        empty = Run(language.run, {language.file: b""}, b"", self._scorer.timeout_s, MAX_OUTPUT_BYTES)
+        try:
             ran = await self.ran(empty)
-            if ran.status is None:
-                raise ScorerUnavailableError(f"an empty program takes more than {self._scorer.timeout_s:g} s there")
+        except InvalidInputError as error:
+            raise ConfigError(f"scorer.language.name {language.name!r} is refused there: {error.message}") from error
+        except RoleCallError as error:
+            if type(error) is not RoleCallError:
+                raise
+            raise ScorerUnavailableError(error.message) from error  # a flaw of the server, which the start outwaits
+        if language == PYTHON:
+            if ran.status is None or ran.status in KILLED:
+                raise ScorerUnavailableError(
+                    f"an empty program takes more than {self._scorer.timeout_s:g} s there, or is killed"
+                )
             if ran.status != 0:
                 raise ConfigError(
                     f"an empty program fails there with exit status {ran.status}; look at the server's Python, or "
@@ -95,7 +111,7 @@ class Programs:
             "code": code.decode(),
             "stdin": run.stdin.decode(),
             "files": {name: base64.b64encode(content).decode() for name, content in files.items()},
-            "compile_timeout": run.seconds,
+            "compile_timeout": self._scorer.timeout_s,
             "run_timeout": run.seconds,
             "memory_limit_MB": max(1, self._scorer.memory_bytes // 2**20),
         }
