@@ -21,6 +21,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote
 
 import redis
 from redis import exceptions
@@ -71,7 +72,7 @@ class EmbeddedStore:
 
     def url_of(self, role: str) -> str:
         """Returns the URL of `role`, which may do there what that role needs."""
-        return f"unix://{role}:{self._passwords[role]}@{self._socket}"
+        return f"unix://{role}:{self._passwords[role]}@{quote(str(self._socket))}"
 
     @property
     def alive(self) -> bool:
@@ -122,7 +123,7 @@ class EmbeddedStore:
         self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._dir.chmod(0o700)
         if len(os.fsencode(self._socket)) > MAX_SOCKET_PATH:
-            self._socket_dir = tempfile.mkdtemp(prefix="rolecall-")
+            self._socket_dir = _short_dir(self._dir)
             self._socket = Path(self._socket_dir) / "store.sock"
         lock = _lock(self._dir, lock_timeout_s)
         try:
@@ -137,7 +138,7 @@ class EmbeddedStore:
                 start_new_session=True,
             )
             assert self._process.stdin is not None
-            self._process.stdin.write(self._config().encode())
+            self._process.stdin.write(os.fsencode(self._config()))
             self._process.stdin.close()
             self.num_starts += 1
         finally:
@@ -252,6 +253,18 @@ class EmbeddedStore:
         lines = self.log_file.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if self.log_file.exists() else []
         ready = max((index for index, line in enumerate(lines) if _READY in line), default=-1)
         return " ".join([line.partition(" # ")[2] for line in lines[ready + 1 :] if " # " in line][-2:])
+
+
+def _short_dir(dir: Path) -> str:
+    """A new directory for the socket of the store in `dir`, whose own path is too long for one. ConfigError."""
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        if len(os.fsencode(parent)) + len("/rolecall-12345678/store.sock") <= MAX_SOCKET_PATH:
+            with suppress(OSError):  # /tmp need not be writable where TMPDIR is
+                return tempfile.mkdtemp(prefix="rolecall-", dir=parent)
+    raise ConfigError(
+        f"no unix socket fits: its path has at most {MAX_SOCKET_PATH} bytes, run.dir makes {dir} too long, "
+        f"TMPDIR={tempfile.gettempdir()} is no help, and /tmp cannot be written; shorten run.dir or TMPDIR"
+    )
 
 
 def discard_store(dir: Path) -> None:

@@ -4,7 +4,7 @@ within seconds, and with what to do when it does not.
 
 import socket
 import ssl
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from rolecall.errors import ConfigError, StoreUnavailableError
 from rolecall.settings import RunSettings, StoreSection
@@ -56,7 +56,7 @@ def holds_run(settings: RunSettings) -> bool:
 def place_of(url: str) -> str:
     """Returns where the store of a URL is, without user and password."""
     parts = urlsplit(url)
-    return parts.path if parts.scheme == "unix" else parts.netloc.rpartition("@")[2]
+    return unquote(parts.path) if parts.scheme == "unix" else parts.netloc.rpartition("@")[2]
 
 
 def _position(settings: RunSettings) -> RunPosition:

@@ -1,10 +1,12 @@
 """The embedded server: private, durable, alone in its directory, gone with its parent."""
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from rolecall.store import embedded
 from rolecall.store.connection import connect
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.position import GroupState
+from rolecall.store.probe import place_of
 from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
 from tests.fixtures_store import DIGEST, StoreUnderTest
 
@@ -156,7 +159,7 @@ def test_a_directory_too_deep_for_a_socket_path_gets_one_elsewhere(
     deep = tmp_path / ("x" * embedded.MAX_SOCKET_PATH)
     server = make_embedded_store(deep)
     url = server.start()
-    path = Path(url.rpartition("@")[2])
+    path = Path(place_of(url))
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     connect(StoreSection(url=SecretStr(url))).close()
     server.stop()
@@ -167,6 +170,56 @@ def test_a_directory_too_deep_for_a_socket_path_gets_one_elsewhere(
 def test_a_path_with_spaces_and_quotes_works(make_embedded_store: MakeEmbeddedStore, tmp_path: Path) -> None:
     server = make_embedded_store(tmp_path / 'my "run" here')
     connect(StoreSection(url=SecretStr(server.start()))).close()
+
+
+@pytest.mark.parametrize("name", ["exp#3", "really?", "50%25", "100%", "a@b", "é"])
+def test_a_path_of_characters_that_mean_something_in_a_url_works(
+    make_embedded_store: MakeEmbeddedStore, tmp_path: Path, name: str
+) -> None:
+    url = make_embedded_store(tmp_path / name).start()
+    connection = connect(StoreSection(url=SecretStr(url)))
+    connection.command("SET", "{rl:test}:x", "1")
+    connection.close()
+    assert place_of(url) == str(tmp_path / name / "store.sock")
+
+
+def test_a_path_that_is_not_ascii_works_where_names_of_files_are_not_utf_8(tmp_path: Path) -> None:
+    localedef = shutil.which("localedef")
+    (made := tmp_path / "locales").mkdir()
+    command = [str(localedef), "-i", "en_US", "-f", "ISO-8859-1", str(made / "en_US.ISO-8859-1")]
+    if localedef is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this machine has nothing to make a locale of")
+    program = (
+        "import sys; from pathlib import Path; from rolecall.store.embedded import EmbeddedStore\n"
+        "assert sys.getfilesystemencoding() == 'iso8859-1'\n"
+        "server = EmbeddedStore(Path(sys.argv[1]), 'test', 2**26); server.start(); server.ping(); server.stop()"
+    )
+    latin = {**os.environ, "PYTHONUTF8": "0", "LOCPATH": str(made), "LC_ALL": "en_US.ISO-8859-1"}
+    command = [sys.executable, "-c", program, str(tmp_path / "é")]
+    ended = subprocess.run(command, env=latin, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "é" / "store.log").exists()
+
+
+def test_a_long_tmpdir_does_not_keep_a_deep_directory_from_a_socket(
+    make_embedded_store: MakeEmbeddedStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (long := tmp_path / ("x" * 90)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    url = make_embedded_store(long / "store").start()
+    assert place_of(url).startswith("/tmp/rolecall-")
+
+
+def test_where_no_socket_fits_the_server_is_not_started(
+    make_embedded_store: MakeEmbeddedStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (long := tmp_path / ("x" * 90)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr(embedded, "MAX_SOCKET_PATH", 20)
+    server = make_embedded_store(long / "store")
+    with pytest.raises(ConfigError, match=r"shorten run\.dir or TMPDIR"):
+        server.start()
+    assert server.num_starts == 0
 
 
 def test_a_binary_that_is_not_there_is_a_configuration_error(tmp_path: Path) -> None:
