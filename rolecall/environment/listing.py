@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 from rolecall.address import check_address
@@ -23,6 +24,8 @@ def tasks(arguments: argparse.Namespace, out: TextIO) -> int:
         address=arguments.address, ca_file=arguments.ca_file, bearer_token_file=arguments.bearer_token_file
     )
     rows = asyncio.run(_rows(section, arguments.split))
+    if isinstance(out, TextIOWrapper):
+        out.reconfigure(encoding="utf-8")  # it becomes a file, which is read as UTF-8 whatever the terminal has
     out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     return 0
 

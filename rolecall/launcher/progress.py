@@ -237,19 +237,21 @@ class LiveView:
 
 
 class Steady:
-    """A view that outlives its stream: where nobody reads it any more, or its disk is full, nothing is shown."""
+    """A view that outlives its stream: where nobody reads it any more, its disk is full, or it lacks a character,
+    nothing is shown.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._view = stream, open_view(stream)
 
     def show(self, status: controller_pb2.RunStatus) -> None:
         """View.show."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):
             self._view.show(status)
 
     def note(self, text: str) -> None:
         """View.note."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):
             self._view.note(text)
 
     def close(self) -> None:
@@ -257,7 +259,10 @@ class Steady:
         try:
             self._view.close()
             self._stream.flush()
-        except OSError:  # what is left in its buffer would fail Python's own flush, and make an exit code of that
+        except (
+            OSError,
+            UnicodeError,
+        ):  # what is left in its buffer would fail Python's own flush, and make an exit code of that
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 

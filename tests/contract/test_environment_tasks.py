@@ -1,6 +1,7 @@
 """The tasks that an environment lists: pages of them, the file that `rolecall tasks` makes, and what is refused."""
 
 import asyncio
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,14 @@ class Lazy(Sequence[Task]):
     def __getitem__(self, index: slice) -> list[Task]: ...
     def __getitem__(self, index: int | slice) -> Task | list[Task]:
         return numbered(index) if isinstance(index, int) else [numbered(i) for i in range(NUM_TASKS)[index]]
+
+
+async def test_tasks_are_listed_in_utf_8_whatever_the_terminal_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, written = Task("t", (Message("user", "答"),)), io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    async with environment(tasks={"train": [told]}) as (address, _):
+        assert await asyncio.to_thread(main, ["tasks", address]) == 0
+    assert "答" in written.getvalue().decode()
 
 
 async def test_what_an_environment_lists_is_a_data_set_whose_rows_begin_its_episodes(

@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +132,28 @@ def test_a_mistake_is_named(config: Path, override: str, told: str) -> None:
     code, text = findings(load_settings(config, [override]))
     assert code == 2
     assert told in text
+
+
+def test_a_prompt_in_letters_that_the_terminal_lacks_is_shown_by_their_escapes(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (config.parent / "train.jsonl").write_text('{"prompt": "\\u00e9 \\u7b54", "ground_truth": "4"}\n')
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="latin-1"))
+    assert main(["check", str(config)]) == 0
+    assert b"\xe9 \\u7b54" in shown.getvalue()
+
+
+def test_a_reader_that_leaves_gets_no_traceback(config: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    for stdout, closing, code in ((writer, "", 1), (None, " >&-", 0)):
+        command = f'exec "$0" -m rolecall check "$1"{closing}'
+        ended = subprocess.run(
+            ["bash", "-c", command, sys.executable, str(config)], stdout=stdout, stderr=subprocess.PIPE, timeout=120
+        )
+        assert (ended.returncode, ended.stderr) == (code, b"")
+    os.close(writer)
 
 
 def test_gpus_that_the_caller_hides_are_not_taken(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,15 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says_any_more() -> None:
         view.close()  # and the stream can be closed, as Python does at its end
 
 
+def test_a_run_goes_on_where_its_stream_lacks_a_character() -> None:
+    written = io.BytesIO()
+    view = Steady(io.TextIOWrapper(written, encoding="latin-1"))
+    view.note("the answer is 答")
+    view.note("the next")
+    view.close()
+    assert written.getvalue() == b"the next\n"
+
+
 def test_plain_lines_come_once_per_step() -> None:
     out = io.StringIO()
     view = PlainView(out)
