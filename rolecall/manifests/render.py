@@ -23,7 +23,7 @@ def render(template: str, values: Mapping[str, object]) -> str:
     def lines(match: re.Match[str]) -> str:
         return "".join(f"{match[1]}{line}\n" for line in str(values[match[2]]).rstrip("\n").splitlines())
 
-    text = _ALONE.sub(lines, (_FOLDER / template).read_text())
+    text = _ALONE.sub(lines, (_FOLDER / template).read_text(encoding="utf-8"))
     return _WITHIN.sub(lambda match: str(values[match[1]]), text)
 
 
@@ -62,4 +62,4 @@ def write_all(files: Mapping[str, str], folder: Path) -> None:
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")

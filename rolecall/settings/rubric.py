@@ -113,7 +113,9 @@ def rubric_tree(value: object, info: Any) -> object:
         return value
     path = Path(str(absolute(value, info)))
     try:
-        return yaml.safe_load(path.read_text())
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error.reason}); save it as UTF-8, or name another file") from error
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; name a file that holds a rubric") from error
     except yaml.YAMLError as error:

@@ -1,8 +1,11 @@
 """The command line: what is parsed, what is refused, and what is not imported for it."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +14,7 @@ from rolecall.commands.steer import find
 from rolecall.config_file import overrides_from
 from rolecall.errors import ConfigError
 from rolecall.settings import load_settings
+from rolecall.settings.rubric import rubric_tree
 from tests.twins.launched import write_light_config
 
 
@@ -152,6 +156,30 @@ def test_sets_and_components_have_names_in_any_script(tmp_path: Path) -> None:
         "\u6b63\u786e",
         "a/b",
     )
+
+
+def test_files_are_utf_8_where_the_locale_is_not(tmp_path: Path) -> None:
+    for name, text in (("rubric.yaml", "template: é 答"), ("config.json", '{"name": "é 答"}')):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    code = (
+        "import sys; from pathlib import Path; from types import SimpleNamespace\n"
+        "from rolecall.manifests.render import write_all\n"
+        "from rolecall.settings.rubric import rubric_tree\n"
+        "from rolecall.training.export.export import _describe\n"
+        "folder = Path(sys.argv[1])\n"
+        "write_all({'made.yaml': rubric_tree(folder / 'rubric.yaml', SimpleNamespace(context=None))['template']}, folder)\n"
+        "_describe(folder / 'config.json', 'float32')\n"
+    )
+    ascii_alone = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=ascii_alone, check=True, timeout=120)
+    assert (tmp_path / "made.yaml").read_text(encoding="utf-8") == "é 答"
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["name"] == "é 答"
+
+
+def test_a_rubric_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    (file := tmp_path / "rubric.yaml").write_bytes("template: é".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"rubric\.yaml is not UTF-8"):
+        rubric_tree(file, SimpleNamespace(context=None))
 
 
 @pytest.mark.parametrize(

@@ -81,13 +81,13 @@ def _describe(config: Path, dtype: str) -> None:
     """Has the configuration say what is exported: weights in `dtype`, which loaders would round to the source's, of a
     class of transformers, without the source's own code.
     """
-    tree = json.loads(config.read_text())
+    tree = json.loads(config.read_text(encoding="utf-8"))
     tree.pop("auto_map", None)
     for part in (tree, tree.get("text_config")):
         if part is not None:
             part.pop("torch_dtype", None)
             part["dtype"] = dtype
-    config.write_text(json.dumps(tree, indent=2) + "\n")
+    config.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
 def _whole(saved: SavedModel, conversion: Conversion, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
