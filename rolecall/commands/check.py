@@ -9,7 +9,6 @@ something. Estimates say that they are.
 import io
 import math
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -50,7 +49,7 @@ from rolecall.settings import (
     ReferenceSection,
     RunSettings,
     TrainerSection,
-    visible_gpus,
+    require_visible,
 )
 from rolecall.trackers import require as require_trackers
 
@@ -439,17 +438,11 @@ def _placement(settings: RunSettings) -> Iterator[str]:
     yield "placement: " + ", ".join(
         f"{name} on {'GPU ' + ' '.join(map(str, devices)) if devices else 'CPU'}" for name, devices, _ in placed
     )
-    present, named = len(list(Path("/dev").glob("nvidia[0-9]*"))), os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    visible = None if re.search("[A-Za-z]", named) else visible_gpus()  # names of GPUs say nothing of numbers
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
     for name, devices, num_ranks in placed:
         if devices and len(devices) != num_ranks:
             raise ConfigError(f"{name} has {len(devices)} GPUs for {num_ranks} ranks; give one each")
-        hidden = set() if visible is None else set(devices) - set(visible)
-        if hidden:
-            raise ConfigError(
-                f"{name} names GPU {min(hidden)}, which CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} "
-                "leaves out; name others, or unset it: devices are the machine's own numbers"
-            )
+        require_visible(devices, name)
         if any(device >= present for device in devices):
             raise ConfigError(f"{name} names GPU {max(devices)}; this machine has {present}")
 

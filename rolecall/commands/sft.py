@@ -33,7 +33,7 @@ from rolecall.launcher.plan import (
 )
 from rolecall.launcher.processes import STARTED, STOP_TIMEOUT_S, Worker
 from rolecall.lifeline import tied
-from rolecall.settings import SftSettings, child_environment
+from rolecall.settings import SftSettings, child_environment, require_visible
 from rolecall.trackers import require as require_trackers
 from rolecall.trackers.tracker import shows_a_run_that_goes_on
 
@@ -45,11 +45,12 @@ TRACKERS_S = 60.0
 
 
 def require(settings: SftSettings) -> None:
-    """ConfigError names what is wrong with the model or the data, before anything is started."""
+    """ConfigError names what is wrong with the GPUs, the model or the data, before anything is started."""
     path, actor = settings.model.path, settings.actor
     require_folders(settings.run)
     for _ in require_trackers(settings.trackers):
         pass
+    require_visible(actor.devices, "actor.devices")
     read_model(path)
     check_trainable(path)
     check_parallel(path, actor.parallel)

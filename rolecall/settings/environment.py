@@ -130,6 +130,28 @@ def rank_of_process() -> tuple[int, int, int]:
 
 
 def visible_gpus() -> tuple[int, ...] | None:
-    """CUDA_VISIBLE_DEVICES as GPU indices of this machine, in the order torch numbers them; None when it is not set."""
+    """CUDA_VISIBLE_DEVICES as GPU indices of this machine, in the order torch numbers them; None when it is not set.
+    ConfigError when it names GPUs otherwise: nothing here knows their numbers.
+    """
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if value is None else tuple(int(index) for index in value.split(",") if index.strip().isdigit())
+    if value is None:
+        return None
+    given = [each.strip() for each in value.split(",")]
+    named = next((each for each in given if each.startswith(("GPU-", "MIG-"))), None)
+    if named is not None:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES names {named}, and devices are numbers; write in both the numbers of the GPUs as "
+            "nvidia-smi counts them"
+        )
+    return tuple(int(each) for each in given if each.isdigit())
+
+
+def require_visible(devices: Collection[int], name: str) -> None:
+    """ConfigError when CUDA_VISIBLE_DEVICES leaves out one of the GPUs `devices` that `name` is given."""
+    visible = visible_gpus() if devices else None
+    hidden = set() if visible is None else set(devices) - set(visible)
+    if hidden:
+        raise ConfigError(
+            f"{name} names GPU {min(hidden)}, which CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} "
+            "leaves out; name others, or unset it: devices are the machine's own numbers"
+        )

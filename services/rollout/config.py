@@ -23,7 +23,7 @@ from rolecall.data.model_files import (
 )
 from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts
 from rolecall.errors import ConfigError
-from rolecall.settings import LoraSection, RunSettings, WeightsSection
+from rolecall.settings import LoraSection, RunSettings, WeightsSection, require_visible
 from rolecall.store.connection import CALL_DEADLINE_S
 
 
@@ -126,7 +126,9 @@ def keep_timeout_s(weights: WeightsSection) -> float:
 
 
 def start_environment(config: RolloutConfig) -> dict[str, str]:
-    """Environment of this process and its children, to be set before vLLM or torch is imported."""
+    """Environment of this process and its children, to be set before vLLM or torch is imported. ConfigError for a
+    GPU that the caller's hides.
+    """
     common = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -138,6 +140,7 @@ def start_environment(config: RolloutConfig) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if config.devices:
+        require_visible(config.devices, "rollout.devices")
         invariant = {"VLLM_BATCH_INVARIANT": "1"} if config.batch_invariant else {}
         # Triton, in whose kernels vLLM attends in float32, would cut factors to TF32: the probe sees 3e-3 in logprobs.
         exact = {"TRITON_F32_DEFAULT": "ieee"} if config.dtype == "float32" else {}

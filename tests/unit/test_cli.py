@@ -167,7 +167,8 @@ def test_files_are_utf_8_where_the_locale_is_not(tmp_path: Path) -> None:
         "from rolecall.settings.rubric import rubric_tree\n"
         "from rolecall.training.export.export import _describe\n"
         "folder = Path(sys.argv[1])\n"
-        "write_all({'made.yaml': rubric_tree(folder / 'rubric.yaml', SimpleNamespace(context=None))['template']}, folder)\n"
+        "rubric = rubric_tree(folder / 'rubric.yaml', SimpleNamespace(context=None))\n"
+        "write_all({'made.yaml': rubric['template']}, folder)\n"
         "_describe(folder / 'config.json', 'float32')\n"
     )
     ascii_alone = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

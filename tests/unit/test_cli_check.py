@@ -163,6 +163,22 @@ def test_gpus_that_the_caller_hides_are_not_taken(config: Path, monkeypatch: pyt
     assert "actor names GPU 0, which CUDA_VISIBLE_DEVICES=3 leaves out; name others, or unset it" in text
 
 
+@pytest.mark.parametrize("mask", ["GPU-8f3c2a1b", "MIG-8f3c2a1b", "0, GPU-8f3c2a1b"])
+def test_gpus_that_the_caller_gives_by_name_are_not_taken_for_numbers(
+    config: Path, monkeypatch: pytest.MonkeyPatch, mask: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    told = "write in both the numbers of the GPUs as nvidia-smi counts them"
+    code, text = findings(load_settings(config, ["actor.devices=[0]", "actor.address=null"]))
+    assert (code, told in text) == (2, True)
+    assert findings(load_settings(config))[0] == 0, "CPUs are not given by it"
+
+
+def test_a_job_that_was_given_no_gpu_takes_none(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
+    assert "NoDevFiles leaves out" in findings(load_settings(config, ["actor.devices=[0]", "actor.address=null"]))[1]
+
+
 def test_a_host_of_the_weight_channel_must_be_here_where_the_actor_is(config: Path) -> None:
     here = ["actor.address=null", "rollout.num_replicas=1", "weights.host=192.0.2.1"]
     told = "weights.host 192.0.2.1 is not an address of this machine; use"

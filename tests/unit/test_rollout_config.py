@@ -111,6 +111,16 @@ def test_on_gpus_no_sampler_is_made_ready_that_draws_for_no_seed(tmp_path: Path)
     assert (on_gpu["VLLM_USE_FLASHINFER_SAMPLER"], on_gpu["CUDA_VISIBLE_DEVICES"]) == ("0", "3")
 
 
+@pytest.mark.parametrize(("mask", "told"), [("GPU-8f3c2a1b", "nvidia-smi counts them"), ("0,1", "leaves out")])
+def test_a_gpu_that_the_caller_hides_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: str, told: str
+) -> None:
+    config = configure(settings(tmp_path, devices=[[3]]), "rollout-0", range(4))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    with pytest.raises(ConfigError, match=told):
+        start_environment(config)
+
+
 def test_float32_on_gpus_is_not_cut_to_tf32_by_triton(tmp_path: Path) -> None:
     """What triton's compiler reads: with its default the probe would refuse every version."""
     run = settings(tmp_path, devices=[[3]])

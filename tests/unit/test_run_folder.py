@@ -132,3 +132,12 @@ def test_the_file_of_a_run_is_told_from_a_fine_tuning_s(tmp_path: Path, capsys: 
     file = write_light_config(tmp_path)
     assert main(["sft", str(file)]) == 2
     assert f"{file} is the file of a run; start it with `rolecall train`" in capsys.readouterr().err
+
+
+def test_a_fine_tuning_takes_no_gpu_that_the_caller_gives_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = sft_file(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f3c2a1b")
+    assert main(["sft", str(file), "--actor.devices=[0]"]) == 2
+    assert "CUDA_VISIBLE_DEVICES names GPU-8f3c2a1b, and devices are numbers" in capsys.readouterr().err

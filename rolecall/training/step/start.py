@@ -23,6 +23,7 @@ from rolecall.settings import (
     RunSettings,
     TrainerSection,
     rank_of_process,
+    require_visible,
     visible_gpus,
 )
 from rolecall.store.connection import Connection
@@ -156,10 +157,6 @@ def _host_towards(store: Store) -> str:
 
 def _as_torch_counts(devices: tuple[int, ...]) -> tuple[int, ...]:
     """The machine's indices of GPUs as torch numbers them in this process, which may see only some."""
-    visible = visible_gpus()
-    if not devices or visible is None:
-        return devices
-    hidden = sorted(set(devices) - set(visible))
-    if hidden:
-        raise ConfigError(f"GPUs {hidden} are given to this role, but CUDA_VISIBLE_DEVICES shows only {list(visible)}")
-    return tuple(visible.index(device) for device in devices)
+    require_visible(devices, "this role")
+    visible = visible_gpus() if devices else None
+    return devices if visible is None else tuple(visible.index(device) for device in devices)
