@@ -64,10 +64,11 @@ def is_loopback(address: str) -> bool:
     """
     if is_unix(address):
         return True
-    return all(_is_loopback(_host(endpoint, address)) for endpoint in endpoints_of(address))
+    return all(is_loopback_host(_host(endpoint, address)) for endpoint in endpoints_of(address))
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback_host(host: str) -> bool:
+    """True when `host`, an address of IP or a name, is this machine to itself; names as of `is_loopback`."""
     if host == "localhost":
         return True
     try:

@@ -17,6 +17,7 @@ from urllib.parse import quote, urlsplit
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from rolecall.address import is_loopback_host
 from rolecall.data.json_text import parse_json
 from rolecall.environment.env import Action, Answer, Env, Messages, Opening, Task
 from rolecall.errors import ConfigError, EpisodeLostError, RateLimitedError
@@ -117,13 +118,12 @@ class OpenEnv(Env):
         """
         parts = urlsplit(self._url)
         url = f"{'wss' if parts.scheme == 'https' else 'ws'}://{parts.netloc}{parts.path.rstrip('/')}/ws"
-        is_here = parts.hostname in ("localhost", "127.0.0.1", "::1")
         try:
             opened = self._open.enter_context(
                 connect(
                     url,
                     additional_headers=self._headers,
-                    proxy=None if is_here else True,
+                    proxy=None if is_loopback_host(parts.hostname or "") else True,
                     open_timeout=CONNECT_S,
                     close_timeout=CLOSE_S,
                     ping_timeout=None,  # pings keep ways open; who is there shows in answers
@@ -202,12 +202,15 @@ def tasks_of(
     where it cannot be asked, or has no such API.
     """
 
+    is_here = is_loopback_host(urlsplit(url).hostname or "")
+    opener = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] if is_here else [])
+
     def ask(path: str, **body: Any) -> Any:
         data = json.dumps(body).encode() if body else None
         told = {"Content-Type": "application/json", **(headers or {})}
         request = urllib.request.Request(f"{url.rstrip('/')}/{path}", data, told)
         try:
-            with urllib.request.urlopen(request, timeout=CONNECT_S) as answer:
+            with opener.open(request, timeout=CONNECT_S) as answer:
                 return parse_json(answer.read().decode())
         except (OSError, ValueError) as error:  # an answer of HTTP's that is an error, too
             raise ConfigError(f"{request.full_url} lists no tasks: {error}; leave tasks out, or correct it") from error

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.grpc import exporter
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
@@ -15,6 +16,8 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.metrics.export import MetricExportResult, MetricsData
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
+
+from rolecall.address import is_loopback_host
 
 logger = logging.getLogger(__name__)
 TIMEOUT_S = 2
@@ -27,7 +30,7 @@ class Spans(OTLPSpanExporter):
     """The way of traces to the collector."""
 
     def __init__(self, endpoint: str) -> None:
-        super().__init__(endpoint=endpoint, insecure=_is_insecure(endpoint), timeout=TIMEOUT_S)
+        super().__init__(endpoint=endpoint, timeout=TIMEOUT_S, **_way_to(endpoint))
         self._teller = _Teller("traces")
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -42,7 +45,7 @@ class Numbers(OTLPMetricExporter):
     """The way of metrics to the collector."""
 
     def __init__(self, endpoint: str) -> None:
-        super().__init__(endpoint=endpoint, insecure=_is_insecure(endpoint), timeout=TIMEOUT_S)
+        super().__init__(endpoint=endpoint, timeout=TIMEOUT_S, **_way_to(endpoint))
         self._teller = _Teller("metrics")
 
     def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
@@ -102,5 +105,8 @@ def _keep_words(record: logging.LogRecord) -> bool:
 logging.getLogger(exporter.__name__).filters.insert(0, _keep_words)
 
 
-def _is_insecure(endpoint: str) -> bool:
-    return not endpoint.startswith("https://")
+def _way_to(endpoint: str) -> dict[str, Any]:
+    """What an exporter is told of the channel to `endpoint`; a proxy would look for this machine's on its own."""
+    host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname
+    direct = (("grpc.enable_http_proxy", 0),) if is_loopback_host(host or "") else None
+    return {"insecure": not endpoint.startswith("https://"), "channel_options": direct}

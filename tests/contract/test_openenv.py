@@ -2,14 +2,16 @@
 or not there. The real server is in tests/languages.
 """
 
+import http.server
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from rolecall.environment import Action, Answer, Message, Opening, Score, Task, Tool
-from rolecall.environment.openenv import UNREADABLE, Observed, OpenEnv
+from rolecall.environment.openenv import UNREADABLE, Observed, OpenEnv, tasks_of
 from rolecall.errors import EnvironmentAwayError, EpisodeLostError, RateLimitedError
 from rolecall.v1 import environment_pb2
 from tests.contract.environment_peers import State, client_of, environment, task
@@ -149,3 +151,24 @@ async def test_a_rollout_gives_its_group_back_while_the_server_is_full_and_plays
             third = client.session("run/7/1/a-2", "run/7", 2)
             await third.reset(environment_pb2.Task(uid="t"), 0)
             third.leave()
+
+
+def test_tasks_of_this_machine_are_listed_beside_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lister(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'["game"]' if self.path == "/list_environments" else b"[]")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with http.server.HTTPServer(("127.0.0.1", 0), Lister) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert tasks_of(f"http://127.0.0.1:{server.server_port}", lambda *_: Task("t")) == {}
+        finally:
+            server.shutdown()
+            thread.join(10)

@@ -219,6 +219,23 @@ def test_a_collector_that_is_away_is_told_once_and_once_when_it_is_back(
         server.stop(0).wait(10)
 
 
+def test_a_collector_of_this_machine_is_found_beside_a_proxy(
+    unused_tcp_port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    server = grpc.server(ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Collector(), server)  # type: ignore[no-untyped-call]
+    server.add_insecure_port(f"127.0.0.1:{unused_tcp_port}")
+    server.start()
+    for endpoint in (f"http://127.0.0.1:{unused_tcp_port}", f"localhost:{unused_tcp_port}"):
+        tracing = TracerProvider()
+        tracing.add_span_processor(SimpleSpanProcessor(collector.Spans(endpoint)))
+        tracing.get_tracer("test").start_span("train").end()
+        tracing.shutdown()
+    server.stop(0).wait(10)
+    assert caplog.messages == []
+
+
 def test_each_exporter_says_why_it_failed_and_other_words_of_the_library_stay(
     unused_tcp_port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
