@@ -48,6 +48,13 @@ def load_function(
         ) from error
     function = vars(module).get(function_name)
     if not callable(function):
+        own = None if search_path is None else search_path / f"{module_name}.py"
+        place = vars(module).get("__file__", "Python itself")
+        if own is not None and own.is_file() and own.resolve() != Path(place).resolve():
+            raise ConfigError(
+                f"{field} {target!r}: the name {module_name!r} is taken by {place}, so that {own} is not imported; "
+                "rename it"
+            )
         raise ConfigError(
             f"{field} {target!r}: the module {module_name!r} has no function {function_name!r}; correct it"
         )

@@ -1,6 +1,7 @@
 """Functions of users: what could never be called, or never answer, is named before anything is called."""
 
 import io
+import types
 from datetime import date
 from pathlib import Path
 
@@ -49,6 +50,14 @@ def test_a_scorer_may_be_a_coroutine_function_and_a_loss_may_not(tmp_path: Path,
     local = ["actor.address=null", "rollout.num_replicas=1"]
     (problem,) = find_problems(load_settings(config, [loss, *local]), io.StringIO())
     assert "is async, and nobody awaits or iterates it; return the answer from a plain def" in problem
+
+
+@pytest.mark.parametrize(("name", "taken_by"), [("types", types.__file__), ("time", "Python itself")])
+def test_a_module_whose_name_is_taken_is_told_by_what(tmp_path: Path, name: str, taken_by: str) -> None:
+    config = write_light_config(tmp_path, target=f"{name}:score")
+    (tmp_path / f"{name}.py").write_text("def score(item):\n    return 1.0")
+    (problem,) = find_problems(load_settings(config), io.StringIO())
+    assert f"the name {name!r} is taken by {taken_by}, so that {tmp_path / name}.py is not imported" in problem
 
 
 @pytest.mark.parametrize("target", ["operator:truth", "builtins:bool"])
