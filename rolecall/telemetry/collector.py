@@ -106,7 +106,9 @@ logging.getLogger(exporter.__name__).filters.insert(0, _keep_words)
 
 
 def _way_to(endpoint: str) -> dict[str, Any]:
-    """What an exporter is told of the channel to `endpoint`; a proxy would look for this machine's on its own."""
+    """Returns an exporter's options for the channel to `endpoint`. A collector of this machine is not asked for at a
+    proxy, which would look for it on its own.
+    """
     host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname
     direct = (("grpc.enable_http_proxy", 0),) if is_loopback_host(host or "") else None
     return {"insecure": not endpoint.startswith("https://"), "channel_options": direct}
