@@ -41,6 +41,24 @@ def writing(what: str, path: Path) -> Iterator[None]:
         raise RoleCallError(f"cannot {what} {path} ({error.strerror or error}); make it writable") from error
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """FileNotFoundError when there is no such file inside. StorageUnavailableError for what may pass, RoleCallError for
+    anything else the system refuses.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in _PASSING:
+            raise StorageUnavailableError(
+                f"cannot read {path} ({error.strerror}); see that its file system answers, and that this process may "
+                "open more files"
+            ) from error
+        raise RoleCallError(f"cannot read {path} ({error.strerror or error}); make it readable") from error
+
+
 def require_writable(folder: Path, setting: str) -> None:
     """ConfigError, naming `setting`, when `folder` could not be made or files not be written there."""
     parent = folder

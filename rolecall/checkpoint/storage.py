@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
-from rolecall.disk import writing
+from rolecall.disk import reading, writing
 from rolecall.errors import ConfigError, InvalidInputError, RoleCallError, StorageUnavailableError
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ class DiskStorage:
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytearray:
         """Storage.read."""
-        with (self._path / name).open("rb", buffering=0) as file:
+        with reading(self._path / name), (self._path / name).open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             buffer = bytearray(max(0, min(size if end is None else end, size) - start))
             view, done = memoryview(buffer), 0

@@ -62,10 +62,10 @@ def _open_streams() -> None:
 
 
 def _is_left(stream: TextIO) -> bool:
-    """Whether `stream` is a pipe that nobody reads any more."""
+    """Whether `stream` is a pipe, or a socket, that nobody reads any more."""
     looks = select.poll()
     looks.register(stream, 0)
-    return any(event & select.POLLERR for _, event in looks.poll(0))
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in looks.poll(0))
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str], commands: Collection[str]) -> None:

@@ -72,10 +72,12 @@ def steer(command: str, run: str, *, tls: Path | None = None, checkpoint: bool =
         record = _record_of_what_is_over(found, error)
         if command not in _READING:
             raise NotFoundError(
-                f"run {record.status.run} is over ({record.how}); there is nothing to {command}"
+                f"run {record.status.run} is over ({record.how}); there is nothing to {command}{_refusal(found, error)}"
             ) from error
         status = _without_the_moment(record.status)
         sys.stdout.write(as_json_line(status, record) if as_json else _last_of(status, record))
+        if refusal := _refusal(found, error):
+            sys.stderr.write(f"rolecall: that is its last record{refusal}\n")
         return int(command == "watch" and record.exit_code == 1)
 
 
@@ -137,6 +139,17 @@ def _record_of_what_is_over(run: Run, error: RoleCallError) -> RunRecord:
             f"the controller does not answer, and is starting or being started again; ask in a moment ({error.message})"
         ) from error
     return record
+
+
+def _refusal(run: Run, error: RoleCallError) -> str:
+    """The end of a sentence on a run that is over by its record, where a controller answers and refuses this caller:
+    another run's, or its own that goes on without a launcher here.
+    """
+    if not isinstance(error, UnauthenticatedError):
+        return ""
+    return (
+        f". The controller at {run.address} refuses this caller ({error.message}): if it is this run's, ask as it asks"
+    )
 
 
 def _without_the_moment(status: controller_pb2.RunStatus) -> controller_pb2.RunStatus:

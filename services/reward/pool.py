@@ -34,6 +34,10 @@ AWAITED_GRACE_S = 5.0
 """Seconds past an item's own in which a worker that awaits several is to say which are late. Then one of them holds its
 event loop, or refuses to be cancelled, and the worker is killed.
 """
+MAX_CANCELLED = 5
+"""Late items after which a worker that awaits is replaced. Each may have left a thread hanging that a blocking call was
+given to, which cancels nothing; asyncio has at least as many for a process (cores + 4), and then none for anybody.
+"""
 MAX_QUEUED_TASKS = 65536
 MAX_TASKS = 64
 START_TIMEOUT_S = 120.0
@@ -194,6 +198,8 @@ class WorkerThread:
         self._environment = environment
         self._thread = threading.Thread(target=self._run, name="scorer", daemon=True)
         self._ready = threading.Event()
+        self._num_cancelled = 0
+        """Late items of the present worker."""
         self._start_error: RoleCallError | None = None
         self._worker: WorkerProcess | None = None
 
@@ -261,6 +267,7 @@ class WorkerThread:
             old.kill()
         if self._queue.closed:
             return None, UnavailableError("the reward service is stopping")
+        self._num_cancelled = 0
         try:
             self._worker = WorkerProcess(self._setup, self._environment)
         except OSError as error:  # a bound of the machine, which may have room again for the next attempt
@@ -288,10 +295,9 @@ class WorkerThread:
         """Runs `tasks` until all are answered or the worker is lost; what it did not get to goes back to the queue."""
         payloads = [reward_pb2.ScoreRequest(items=task.items).SerializeToString() for task in tasks]
         sent = [(task.component, payload, task.timeout_s) for task, payload in zip(tasks, payloads, strict=True)]
-        is_stained = False
         try:
             for results in worker.score(sent):
-                is_stained |= any(result.error.code == TIMEOUT for result in results)
+                self._num_cancelled += sum(result.error.code == TIMEOUT for result in results)
                 task = tasks.popleft()
                 with self._queue.condition:
                     task.finish(results)
@@ -301,8 +307,8 @@ class WorkerThread:
             self._is_to_blame(
                 tasks, WORKER_DIED, f"the scorer's process ended while it scored the item ({error.message})"
             )
-        if is_stained:
-            worker.kill()  # what an awaited item holds beyond its cancellation, as a thread, goes with the process
+        if self._num_cancelled >= MAX_CANCELLED:
+            worker.kill()
         if tasks:
             self._give_back(tasks)
 

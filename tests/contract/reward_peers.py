@@ -89,6 +89,8 @@ async def awaits(item: Item) -> float:
             await asyncio.sleep(float(seconds))
         case ["block", seconds]:
             time.sleep(float(seconds))
+        case ["thread", seconds]:
+            await asyncio.to_thread(time.sleep, float(seconds))
         case ["stubborn"]:
             while True:
                 try:

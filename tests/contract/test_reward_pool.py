@@ -206,8 +206,18 @@ async def test_an_awaited_item_that_is_late_is_cancelled_alone(start_pool: Start
     results = await pool.score("f", items_of("nap 60", "fine", "cancelled", "nap 0.1"))
     assert codes(results) == ["TIMEOUT", "ok", "SCORER_FAILED", "ok"]
     assert results[0].error.retryable
-    assert codes(await pool.score("f", items_of("fine"))) == ["ok"]
-    assert [worker.pid for worker in workers()] != before, "what the cancelled item left behind went with its worker"
+    assert [worker.pid for worker in workers()] == before, "nothing killed the worker"
+
+
+async def test_a_worker_whose_late_items_may_hold_all_its_threads_is_replaced(start_pool: StartPool) -> None:
+    """A blocking call in a thread is not cancelled with the item that waits for it."""
+    pool = await start_pool(num_workers=1, timeout_s=1.0, f=AWAITS)
+    before = [worker.pid for worker in workers()]
+    for num_late in (2, 2, 1):
+        results = await pool.score("f", items_of(*["thread 60"] * num_late, "thread 0"))
+        assert codes(results) == [*["TIMEOUT"] * num_late, "ok"]
+    assert codes(await pool.score("f", items_of("thread 0"))) == ["ok"]
+    assert [worker.pid for worker in workers()] != before
 
 
 async def test_an_awaited_item_that_blocks_takes_nothing_of_the_others_time(start_pool: StartPool) -> None:

@@ -152,6 +152,10 @@ def test_a_disk_that_cannot_be_listed_holds_no_one_knows_what(tmp_path: Path) ->
         pytest.raises(StorageUnavailableError, match=rf"cannot list {tmp_path} \(Too many open files"),
     ):
         storage.files()
+    with no_file_is_free(), pytest.raises(StorageUnavailableError, match=rf"cannot read {tmp_path}/step/a \(Too many"):
+        storage.read("step/a")
+    with pytest.raises(FileNotFoundError):
+        storage.read("step/b")
     (tmp_path / "step" / "loop").symlink_to("loop")
     with pytest.raises(StorageUnavailableError, match="symbolic links"):
         storage.files()

@@ -113,8 +113,12 @@ async def test_a_controller_of_another_run_at_the_port_of_one_that_is_over_is_no
     try:
         for command in ("status", "watch"):
             assert await asyncio.to_thread(told, command) == 0
-            assert "at step 4/4: done" in capsys.readouterr().out
-        with pytest.raises(NotFoundError, match=r"run test is over \(done\); there is nothing to stop"):
+            said = capsys.readouterr()
+            assert "at step 4/4: done" in said.out
+            assert f"that is its last record. The controller at {address} refuses this caller (" in said.err
+        with pytest.raises(
+            NotFoundError, match=r"run test is over \(done\); there is nothing to stop. The controller at"
+        ):
             await asyncio.to_thread(told, "stop")
         with run_lock(settings.run.dir), pytest.raises(UnauthenticatedError):
             await asyncio.to_thread(told, "status")
