@@ -54,8 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _open_streams() -> None:
     """Has nothing shown where the caller closed a stream, and the escape of a character that a terminal lacks."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, it stays open
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # which children inherit, too
+            setattr(sys, name, open(number, "w"))  # noqa: SIM115, it stays open
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -147,9 +147,8 @@ def _refusal(run: Run, error: RoleCallError) -> str:
     """
     if not isinstance(error, UnauthenticatedError):
         return ""
-    return (
-        f". The controller at {run.address} refuses this caller ({error.message}): if it is this run's, ask as it asks"
-    )
+    why = f"The controller at {run.address} refuses this caller ({error.message})"
+    return f". {why}; if it is this run's, use its credentials"
 
 
 def _without_the_moment(status: controller_pb2.RunStatus) -> controller_pb2.RunStatus:
