@@ -211,7 +211,7 @@ async def test_an_awaited_item_that_is_late_is_cancelled_alone(start_pool: Start
 
 async def test_a_worker_whose_late_items_may_hold_all_its_threads_is_replaced(start_pool: StartPool) -> None:
     """A blocking call in a thread is not cancelled with the item that waits for it."""
-    pool = await start_pool(num_workers=1, timeout_s=1.0, f=AWAITS)
+    pool = await start_pool(num_workers=1, timeout_s=3.0, f=AWAITS)
     before = [worker.pid for worker in workers()]
     for num_late in (2, 2, 1):
         results = await pool.score("f", items_of(*["thread 60"] * num_late, "thread 0"))
