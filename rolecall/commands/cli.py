@@ -56,7 +56,8 @@ def _open_streams() -> None:
     """Has nothing shown where the caller closed a stream, and the escape of a character that a terminal lacks."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # which children inherit, too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            os.set_inheritable(number, True)  # by children, too; where it was the lowest number free, dup2 did nothing
             setattr(sys, name, open(number, "w"))  # noqa: SIM115, it stays open
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -156,6 +156,20 @@ def test_a_reader_that_leaves_gets_no_traceback(config: Path) -> None:
     os.close(writer)
 
 
+def test_children_have_a_stream_that_the_caller_closed() -> None:
+    """As the ranks of `rolecall sft`, which write their progress there."""
+    child = "import sys; sys.exit(0 if sys.stdout and sys.stderr else 3)"
+    ours = f"""
+import subprocess, sys
+from rolecall.commands import cli
+cli._open_streams()
+sys.exit(subprocess.run([sys.executable, "-c", {child!r}]).returncode)
+"""
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        command = ["bash", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, ours]
+        assert subprocess.run(command, timeout=120, check=False).returncode == 0, closed
+
+
 def test_gpus_that_the_caller_hides_are_not_taken(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     code, text = findings(load_settings(config, ["actor.devices=[0]", "actor.address=null"]))
