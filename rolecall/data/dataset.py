@@ -8,8 +8,7 @@ order of prompts and their rendering are the controller's.
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import Any
 
 from rolecall.data.code_tests import read_tests, require_language
 from rolecall.data.json_text import parse_json
+from rolecall.data.preprocess import PREPROCESS, preprocessing
 from rolecall.errors import ConfigError
-from rolecall.plugins import load_plugin
 from rolecall.settings import (
     COMPARING,
     CodeScorer,
@@ -30,7 +29,6 @@ from rolecall.settings import (
 )
 from rolecall.settings.presets import INSTRUCTIONS, INSTRUCTIONS_FIELD
 
-PREPROCESS = "data.preprocess.function"
 UID_FIELD = "uid"
 """The field of a prompt's id, where it has one."""
 MAX_DEPTH = 24
@@ -134,7 +132,7 @@ def rows_of(
     """Each row of the files that `setting` names, in their order: (number of its file from 1, its line from 1, file and
     line for complaints, fields as `preprocess` returns them). ConfigError, also for a file without a row.
     """
-    own = _preprocessing(preprocess)
+    own = preprocessing(preprocess)
     for place, path in enumerate((files,) if isinstance(files, Path) else files, 1):
         num_read = num_left = 0
         for number, fields in read_rows(path, setting):
@@ -147,50 +145,6 @@ def rows_of(
             raise ConfigError(f"{setting}: {path} holds no rows; give a JSONL or parquet file with at least one")
         if not num_left:
             raise ConfigError(f"{PREPROCESS}: it leaves out all {num_read} rows of {path}; correct it")
-
-
-def _preprocessing(section: PluginSection | None) -> Callable[[dict[str, Any], str], dict[str, Any] | None]:
-    """Returns a call that makes the fields of a row, and its place for complaints, into those that are read: the same
-    where there is no function. ConfigError when it is not there; of a call, when it raises or returns anything else.
-    """
-    if section is None:
-        return lambda row, where: row
-    with redirect_stdout(sys.stderr):
-        function = load_plugin(section, PREPROCESS, "a row")
-
-    def own(row: dict[str, Any], where: str) -> dict[str, Any] | None:
-        try:
-            with redirect_stdout(sys.stderr):  # what it prints is no part of a command's answer
-                made = function(row, **section.options)
-        except (Exception, SystemExit) as error:  # anything may come out of a function of the user's
-            raise ConfigError(
-                f"{where}: {PREPROCESS} raised {type(error).__name__}: {error}; correct it or the line"
-            ) from error
-        if made is None:
-            return None
-        if not isinstance(made, dict):
-            raise ConfigError(
-                f"{where}: {PREPROCESS} returned {_named(made)}, not fields by their names, or None to leave the row "
-                "out; correct it"
-            )
-        return _as_written(made, where)
-
-    return own
-
-
-def _as_written(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """The fields as they would be read from JSON lines: what is checked here is what scorers get."""
-    try:
-        text = json.dumps(fields, default=_plain, ensure_ascii=False)
-        text.encode()
-    except (TypeError, ValueError) as error:  # a key that is no text, a list in itself, half a surrogate pair
-        raise ConfigError(f"{where}: what {PREPROCESS} returned is not JSON ({error}); correct it") from error
-    return json.loads(text)  # type: ignore[no-any-return]
-
-
-def _plain(value: Any) -> Any:
-    """Numbers and arrays of numpy, which a function may have computed, as Python's; else text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def read_rows(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -1,0 +1,61 @@
+"""A function of the user's that makes the rows of a data set into those that are read (data.preprocess).
+
+Owns what becomes of whatever such a function raises, prints and returns. Where it is called is dataset.py's.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any
+
+from rolecall.errors import ConfigError
+from rolecall.plugins import load_plugin
+from rolecall.settings import PluginSection
+
+PREPROCESS = "data.preprocess.function"
+"""The setting, for complaints."""
+
+
+def preprocessing(section: PluginSection | None) -> Callable[[dict[str, Any], str], dict[str, Any] | None]:
+    """Returns a call that makes the fields of a row, and its place for complaints, into those that are read: the same
+    where there is no function. ConfigError when it is not there; of a call, when it raises or returns anything else.
+    """
+    if section is None:
+        return lambda row, where: row
+    with redirect_stdout(sys.stderr):
+        function = load_plugin(section, PREPROCESS, "a row")
+
+    def own(row: dict[str, Any], where: str) -> dict[str, Any] | None:
+        try:
+            with redirect_stdout(sys.stderr):  # what it prints is no part of a command's answer
+                made = function(row, **section.options)
+        except (Exception, SystemExit) as error:  # anything may come out of a function of the user's
+            raise ConfigError(
+                f"{where}: {PREPROCESS} raised {type(error).__name__}: {error}; correct it or the line"
+            ) from error
+        if made is None:
+            return None
+        if not isinstance(made, dict):
+            raise ConfigError(
+                f"{where}: {PREPROCESS} returned a {type(made).__name__}, not fields by their names, or None to leave "
+                "the row out; correct it"
+            )
+        return _as_written(made, where)
+
+    return own
+
+
+def _as_written(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """The fields as they would be read from JSON lines: what is checked here is what scorers get."""
+    try:
+        text = json.dumps(fields, default=_plain, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError) as error:  # a key that is no text, a list in itself, half a surrogate pair
+        raise ConfigError(f"{where}: what {PREPROCESS} returned is not JSON ({error}); correct it") from error
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of numpy, which a function may have computed, as Python's; else text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
