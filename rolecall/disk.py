@@ -33,12 +33,7 @@ def writing(what: str, path: Path) -> Iterator[None]:
             raise DiskFullError(
                 f"no space to {what} {path} ({error.strerror}); free some, or keep fewer checkpoints"
             ) from error
-        if error.errno in _PASSING:
-            raise StorageUnavailableError(
-                f"cannot {what} {path} ({error.strerror}); see that its file system answers, and that this process may "
-                "open more files"
-            ) from error
-        raise RoleCallError(f"cannot {what} {path} ({error.strerror or error}); make it writable") from error
+        raise _refused(what, path, error, "make it writable") from error
 
 
 @contextmanager
@@ -51,12 +46,16 @@ def reading(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except OSError as error:
-        if error.errno in _PASSING:
-            raise StorageUnavailableError(
-                f"cannot read {path} ({error.strerror}); see that its file system answers, and that this process may "
-                "open more files"
-            ) from error
-        raise RoleCallError(f"cannot read {path} ({error.strerror or error}); make it readable") from error
+        raise _refused("read", path, error, "make it readable") from error
+
+
+def _refused(what: str, path: Path, error: OSError, remedy: str) -> RoleCallError:
+    why = f"cannot {what} {path} ({error.strerror or error})"
+    if error.errno in _PASSING:
+        return StorageUnavailableError(
+            f"{why}; see that its file system answers, and that this process may open more files"
+        )
+    return RoleCallError(f"{why}; {remedy}")
 
 
 def require_writable(folder: Path, setting: str) -> None:
