@@ -7,7 +7,6 @@ service is needed.
 import os
 import subprocess
 import sys
-from contextlib import suppress
 
 from rolecall.data.adapter_files import check_start
 from rolecall.data.model_files import (
@@ -32,16 +31,14 @@ from rolecall.launcher.plan import (
     write_config,
 )
 from rolecall.launcher.processes import STARTED, STOP_TIMEOUT_S, Worker
+from rolecall.launcher.tell_trackers import tell_trackers
 from rolecall.lifeline import tied
 from rolecall.settings import SftSettings, child_environment, require_visible
 from rolecall.trackers import require as require_trackers
-from rolecall.trackers.tracker import shows_a_run_that_goes_on
 
 NUM_TRIED = 100
 """Examples of each file that are rendered before anything starts: what a template cannot show is mostly in the first.
 """
-TRACKERS_S = 60.0
-"""Time for the trackers to be told in rank 0's place that the training failed, their libraries' import included."""
 
 
 def require(settings: SftSettings) -> None:
@@ -88,19 +85,10 @@ def sft(settings: SftSettings, *, resume: bool) -> int:
                 "MODEL\n"
             )
             return 0
-        _tell_trackers(settings, worker)
+        tell_trackers(settings, worker)
         raise RoleCallError(final_line(worker) or describe_failure(worker, code))
     finally:
         os.close(lock)
-
-
-def _tell_trackers(settings: SftSettings, worker: Worker) -> None:
-    """Has a process show the trackers that the training failed, where its rank 0 ended and left it as going on."""
-    if not shows_a_run_that_goes_on(settings.run.dir):
-        return
-    command = ranks_command(1, ["rolecall.trackers", str(settings.run.dir / "config.yaml"), "--sft"])
-    with worker.log.open("ab") as log, suppress(subprocess.TimeoutExpired):
-        subprocess.run(tied(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=TRACKERS_S, check=False)
 
 
 def _plan(settings: SftSettings, resume: bool) -> Worker:

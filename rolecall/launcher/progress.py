@@ -259,10 +259,8 @@ class Steady:
         try:
             self._view.close()
             self._stream.flush()
-        except (
-            OSError,
-            UnicodeError,
-        ):  # what is left in its buffer would fail Python's own flush, and make an exit code of that
+        except (OSError, UnicodeError):
+            # what is left in its buffer would fail Python's own flush, and make an exit code of that
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 

@@ -27,12 +27,13 @@ from rolecall.identity import settle
 from rolecall.launcher.joining import Joining
 from rolecall.launcher.last_words import describe_failure, say_end
 from rolecall.launcher.placed import note_placed
-from rolecall.launcher.plan import plan_workers, prepare_run_dir, ranks_command, resolve, write_config
+from rolecall.launcher.plan import plan_workers, prepare_run_dir, resolve, write_config
 from rolecall.launcher.probes import Probes
 from rolecall.launcher.processes import FINAL_CODES, Processes, Worker
 from rolecall.launcher.progress import LONG_WAIT_S, Steady, View
 from rolecall.launcher.restarts import GivenUp, RestartBudget
 from rolecall.launcher.run_record import INTERRUPTED, keep_record
+from rolecall.launcher.tell_trackers import tell_trackers
 from rolecall.launcher.used_store import note_used_store, require_used_store
 from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
@@ -41,7 +42,6 @@ from rolecall.rpc.role_process import allow_many_files
 from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.probe import require_free_name
-from rolecall.trackers.tracker import shows_a_run_that_goes_on
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 
 POLL_S = 0.1
@@ -56,8 +56,6 @@ RUN_CALL_TIMEOUT_S = 5.0
 """Deadline of the request to stop, and of a look at the run where no stream is left to follow it."""
 CHECKPOINT_GRACE_S = 60.0
 """Time for the run to end with a checkpoint after a budget was spent."""
-TRACKERS_S = 60.0
-"""Time for the trackers to be told in the controller's place that the run failed, their libraries' import included."""
 
 _FINAL_STATES = (controller_pb2.RUN_STATE_DONE, controller_pb2.RUN_STATE_FAILED)
 _STORE = "store"
@@ -351,7 +349,7 @@ class Supervisor:
         elif self._status.run and "controller" in self._processes.running:  # it shows how the run ended
             await self._stop(checkpoint=False)
         if self._controller is not None and "controller" not in self._processes.running:
-            await self._tell_trackers(self._controller)
+            await asyncio.to_thread(tell_trackers, self._resolved, self._controller)
         if self._status.step > 0:
             step, saved = (
                 self._status.step,
@@ -377,22 +375,6 @@ class Supervisor:
             and self._ended_at is None
             and not any(start.worker.role == "controller" for start, _ in self._processes.poll())
         ):
-            await asyncio.sleep(POLL_S)
-
-    async def _tell_trackers(self, controller: Worker) -> None:
-        """Has a process show the trackers that the run failed, where its controller ended and left it as going on."""
-        run_dir = self._resolved.run.dir
-        if not shows_a_run_that_goes_on(run_dir):
-            return
-        command = ranks_command(1, ["rolecall.trackers", str(run_dir / "config.yaml")])
-        try:
-            self._processes.start(Worker("trackers", "trackers", command, controller.environment, controller.log))
-        except OSError as error:  # a full disk may be what the controller died of
-            self._view.note(f"the trackers could not be told: {error}")
-            return
-        deadline = time.monotonic() + TRACKERS_S
-        while time.monotonic() < deadline and "trackers" in self._processes.running:
-            self._processes.poll()
             await asyncio.sleep(POLL_S)
 
     async def _stop(self, *, checkpoint: bool) -> bool:
