@@ -39,10 +39,9 @@ class Commits:
             )
 
     async def make(self, attempt: Attempt, files: Sequence[StoredFile], point: RunPoint) -> None:
-        """Makes `attempt` a checkpoint, once none is under way. It goes on when its caller leaves. SaveHangsError as
-        `over`; else what Checkpoints.commit raises.
+        """Makes `attempt`, which was begun when the one before was `over`, a checkpoint. It goes on when its caller
+        leaves. SaveHangsError as `over`; else what Checkpoints.commit raises.
         """
-        await self.over()
         self._attempt, self._begun_at = attempt, time.monotonic()
         self._last = task = asyncio.create_task(self._threads.call(self._checkpoints.commit, attempt, files, point))
         task.add_done_callback(_seen)
