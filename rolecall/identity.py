@@ -7,12 +7,13 @@ resume"). Of files the contents count, not the path.
 
 import hashlib
 import json
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.checkpoint.manifest import Committed, RunCheckpoints
+from rolecall.checkpoint.manifest import IDENTITY, RUN_ID, Committed, RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.config_file import read_tree
 from rolecall.disk import replace_text
@@ -21,8 +22,6 @@ from rolecall.settings import LoraSection, PluginSection, RunSettings, SftSettin
 
 FILE = "identity.json"
 """File in run.dir."""
-STATE = "identity"
-"""Key of the table in a checkpoint's state."""
 _NUM_PARTS, _PART_BYTES = 64, 64 * 2**10
 _MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "*.safetensors")
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
@@ -100,16 +99,22 @@ FIXED_OF_SFT = (
 
 
 def kept(directory: Path) -> dict[str, Any]:
-    """The table that `settle` keeps in the run directory; empty where it keeps none."""
+    """The table that `settle` keeps in the run directory, and the run's id; empty where it keeps none."""
     path = directory / FILE
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
+def run_id(directory: Path) -> str:
+    """What tells the run in that directory from all others; empty where `settle` keeps nothing."""
+    return str(kept(directory).get(RUN_ID, ""))
+
+
 def newest_checkpoint(settings: RunSettings | SftSettings) -> Committed | None:
     """The newest checkpoint from the first step on, where `settings` keep them. NotFoundError when it is of
-    `rolecall sft` and `settings` are of a run, or the other way round; CheckpointMismatchError when it was changed.
+    `rolecall sft` and `settings` are of a run, or the other way round; CheckpointMismatchError when it was changed, or
+    it is of another run than run.dir.
     """
-    checkpoints = RunCheckpoints(open_storage(settings.run.checkpoints), num_kept=1)
+    checkpoints = RunCheckpoints(open_storage(settings.run.checkpoints), num_kept=1, run_id=run_id(settings.run.dir))
     steps = [step for step in checkpoints.steps() if step > 0]
     if not steps:
         return None
@@ -122,6 +127,7 @@ def newest_checkpoint(settings: RunSettings | SftSettings) -> Committed | None:
             f"{settings.run.checkpoints} holds checkpoints of `rolecall {its}`, and `rolecall {mine}` cannot go on "
             "with them; name another run.checkpoint_url"
         )
+    checkpoints.require_ours(newest)
     return newest
 
 
@@ -152,7 +158,7 @@ def settle(settings: RunSettings | SftSettings) -> None:
     in_dir, newest = kept(directory), newest_checkpoint(settings)
     befores = {
         f"the run in {directory}": in_dir,
-        f"the run whose checkpoints are in {settings.run.checkpoints}": newest.state[STATE] if newest else {},
+        f"the run whose checkpoints are in {settings.run.checkpoints}": newest.state[IDENTITY] if newest else {},
     }
     for where, before in befores.items():
         changed = [
@@ -167,6 +173,8 @@ def settle(settings: RunSettings | SftSettings) -> None:
                 "model of this one's checkpoint)"
             )
     if not in_dir:
+        # a run whose directory is lost is still the one that its checkpoints are of
+        now[RUN_ID] = newest.run_id if newest else secrets.token_hex(8)
         replace_text(directory / FILE, json.dumps(now, indent=1) + "\n")
 
 

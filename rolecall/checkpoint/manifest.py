@@ -25,6 +25,10 @@ from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, Rol
 logger = logging.getLogger(__name__)
 
 COMMITTED = "COMMITTED"
+IDENTITY, RUN_ID = "identity", "id"
+"""Keys of the run's identity (rolecall/identity.py) in a checkpoint's state, and in it of what tells the run from all
+others.
+"""
 _CHUNK_BYTES = 64 * 2**20
 _STEP = re.compile(r"step-(\d{8})/(.+)")
 _ATTEMPT = re.compile(r"[0-9a-f]+")
@@ -63,6 +67,11 @@ class Committed:
     """The controller's share."""
 
     @property
+    def run_id(self) -> str:
+        """Id of the run that made it; empty when that had none."""
+        return str(self.state.get(IDENTITY, {}).get(RUN_ID, ""))
+
+    @property
     def attempt(self) -> str:
         """Name of the attempt that it was."""
         return self.storage.url.rpartition("/")[2]
@@ -85,9 +94,11 @@ class Committed:
 class RunCheckpoints:
     """The checkpoints under one folder. Calls block."""
 
-    def __init__(self, storage: Storage, num_kept: int) -> None:
+    def __init__(self, storage: Storage, num_kept: int, run_id: str = "") -> None:
+        """`run_id`: id of the run that they are of; empty: of any."""
         self._storage = storage
         self._num_kept = num_kept
+        self._run_id = run_id
 
     def begin(self, step: int) -> Attempt:
         """A new attempt at the checkpoint of `step`; nothing is written yet."""
@@ -96,8 +107,15 @@ class RunCheckpoints:
 
     def commit(self, attempt: Attempt, files: Sequence[StoredFile], state: Mapping[str, Any]) -> None:
         """Makes the attempt, whose `files` are all written, the checkpoint of its step; then deletes what nobody needs
-        any more, as far as it can.
+        any more, as far as it can. CheckpointMismatchError when files are gone, or another run's is the newest.
         """
+        if steps := self.steps():
+            try:
+                newest = self.read(steps[-1])
+            except (CheckpointMissingError, CheckpointMismatchError):
+                pass  # a damaged one does not stop those after it
+            else:
+                self.require_ours(newest)
         found = attempt.storage.files()
         if missing := [file.name for file in files if found.get(file.name) != file.num_bytes]:
             raise CheckpointMismatchError(
@@ -148,9 +166,22 @@ class RunCheckpoints:
         return [step for step, files in sorted(self._by_step().items()) if COMMITTED in files]
 
     def latest(self) -> Committed | None:
-        """The newest. CheckpointMismatchError when its COMMITTED was changed."""
+        """The newest. CheckpointMismatchError when its COMMITTED was changed, or it is another run's."""
         steps = self.steps()
-        return self.read(steps[-1]) if steps else None
+        if not steps:
+            return None
+        newest = self.read(steps[-1])
+        self.require_ours(newest)
+        return newest
+
+    def require_ours(self, checkpoint: Committed) -> None:
+        """CheckpointMismatchError when another run made it. One of step 0 is anybody's: nothing was trained."""
+        theirs = checkpoint.run_id
+        if checkpoint.step > 0 and self._run_id and theirs and theirs != self._run_id:
+            raise CheckpointMismatchError(
+                f"{checkpoint.storage.url} was made by another run, and each needs a place of its own: go on with "
+                "--resume and another run.checkpoint_url"
+            )
 
     def read(self, step: int) -> Committed:
         """The one of `step`. CheckpointMissingError, CheckpointMismatchError."""

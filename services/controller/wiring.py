@@ -13,6 +13,7 @@ from rolecall.checkpoint.storage import open_storage
 from rolecall.data.dataset import load_prompts
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import UnavailableError
+from rolecall.identity import run_id
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring.client import open_client
 from rolecall.settings import CustomAdvantage, RunSettings
@@ -77,7 +78,8 @@ def wire(settings: RunSettings) -> Wiring:
     actor, actor_channel = _actor(settings)
     critic, critic_channels = _critic(settings)
     board = RunBoard()
-    checkpoints = Checkpoints(open_storage(settings.run.checkpoints), settings.run.keep_checkpoints)
+    run = settings.run
+    checkpoints = Checkpoints(open_storage(run.checkpoints), run.keep_checkpoints, run_id(run.dir))
     parts = Parts(
         settings=settings,
         raw_prompts=raw_prompts,

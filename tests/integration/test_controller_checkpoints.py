@@ -10,6 +10,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from rolecall.checkpoint.manifest import IDENTITY, RUN_ID, RunCheckpoints
+from rolecall.checkpoint.storage import open_storage
 from rolecall.data.dataset import load_prompts
 from rolecall.errors import BudgetSpentError, CheckpointMismatchError
 from rolecall.identity import kept, settle
@@ -214,3 +216,29 @@ async def test_a_checkpoint_of_another_run_is_refused(light_run: LightRun) -> No
         checkpoints.commit(checkpoints.begin(1), [], RunPoint("another", 0, 1, 1, 1, 4, 4, {}, "", []))
         with pytest.raises(CheckpointMismatchError, match="'another'"):
             await run.to_the_end("rollout-0")
+
+
+async def test_a_run_whose_place_for_checkpoints_another_takes_too_ends_and_has_lost_nothing(
+    light_run: LightRun, tmp_path: Path
+) -> None:
+    section = {"num_steps": 9, "checkpoint_every_steps": 4, "checkpoint_url": f"memory://{tmp_path.name}/shared"}
+    async with light_run(run=section) as run, run.rollout("rollout-0", token_s=0.002):
+        settle(run.settings)
+        run.actor.trainer.may_write.clear()
+        async with run.controller() as life:
+            await life.reaches(5)
+            others = RunCheckpoints(open_storage(run.settings.run.checkpoints), 1)
+            others.commit(others.begin(4), [], {"run": run.settings.run.name, IDENTITY: {RUN_ID: "other"}})
+            run.actor.trainer.may_write.set()
+            with pytest.raises(CheckpointMismatchError, match=r"was made by another run.* another run\.checkpoint_url"):
+                await life.ends()
+        with pytest.raises(CheckpointMismatchError, match=r"was made by another run"):
+            await run.to_the_end()
+        newest = others.latest()
+        assert newest is not None
+        assert newest.run_id == "other"
+        fsspec.filesystem("memory").rm(f"/{tmp_path.name}/shared", recursive=True)
+        run.actor.restart()
+        await run.to_the_end()
+    assert balance(run) == (36, 36, 0, 0)
+    check_trained_once(run.actor.trainer, 72)

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from fsspec.implementations.memory import MemoryFileSystem
 
-from rolecall.checkpoint.manifest import RunCheckpoints
+from rolecall.checkpoint.manifest import IDENTITY, RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.cli import main
-from rolecall.identity import STATE, settle
+from rolecall.identity import settle
 from rolecall.launcher.plan import is_under_way, prepare_run_dir, write_config
 from rolecall.launcher.rewind import rewind
 from rolecall.settings import load_settings
@@ -113,7 +113,7 @@ def test_a_checkpoint_that_is_not_there_and_a_run_that_is_under_way_are_told(
     assert "holds no checkpoint of step 2; there are none" in capsys.readouterr().err
     checkpoints = RunCheckpoints(open_storage(str(tmp_path / "run" / "checkpoints")), 9)
     for step in (2, 4):
-        checkpoints.commit(checkpoints.begin(step), [], {"run": "test", "lineage": 3, STATE: {}})
+        checkpoints.commit(checkpoints.begin(step), [], {"run": "test", "lineage": 3, IDENTITY: {}})
     assert main(["rewind", config, "3"]) == 1
     assert "there are those of steps 2, 4" in capsys.readouterr().err
     settings = load_settings(Path(config))
@@ -139,7 +139,7 @@ def test_no_launcher_starts_beside_a_rewind_which_needs_no_run_dir(tmp_path: Pat
     checkpoints = RunCheckpoints(open_storage(url), 9)
     Watched.directory = directory
     for step in (2, 4):
-        checkpoints.commit(checkpoints.begin(step), [], {"run": "test", "lineage": 3, STATE: {}})
+        checkpoints.commit(checkpoints.begin(step), [], {"run": "test", "lineage": 3, IDENTITY: {}})
     if has_directory:
         directory.mkdir()
     Watched.seen.clear()

@@ -21,13 +21,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rolecall.checkpoint.manifest import RunCheckpoints
+from rolecall.checkpoint.manifest import IDENTITY, RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.cli import main
 from rolecall.data.model_files import read_model
 from rolecall.data.sft_examples import load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.identity import STATE, kept
+from rolecall.identity import kept
 from rolecall.settings import SftDataSection
 from tests.tiny_models import write_qwen3, write_qwen3_moe
 from tests.tiny_tokenizer import EOS_TOKEN_ID, QWEN3_TEMPLATE, write_tokenizer
@@ -109,7 +109,7 @@ def test_it_says_what_it_does_and_how_to_go_on(whole: tuple[Path, str]) -> None:
     assert metrics_of(config, "data/too_long") == {0: 1.0}
     newest = RunCheckpoints(open_storage(str(config.parent / "run" / "checkpoints")), 2).latest()
     assert newest is not None
-    assert newest.state[STATE] == kept(config.parent / "run") != {}
+    assert newest.state[IDENTITY] == kept(config.parent / "run") != {}
     sample = json.loads((config.parent / "run" / "samples.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].startswith("<|im_start|>user\nsort: ")
     assert sample["prompt"].endswith("<|im_start|>assistant\n")

@@ -13,7 +13,17 @@ from typing import BinaryIO, TypeVar
 
 import pytest
 
-from rolecall.checkpoint.manifest import COMMITTED, Attempt, RunCheckpoints, folder_of, read_committed, store, verify
+from rolecall.checkpoint.manifest import (
+    COMMITTED,
+    IDENTITY,
+    RUN_ID,
+    Attempt,
+    RunCheckpoints,
+    folder_of,
+    read_committed,
+    store,
+    verify,
+)
 from rolecall.checkpoint.storage import Storage, open_storage
 from rolecall.errors import CheckpointMismatchError, SaveHangsError, StorageUnavailableError
 from rolecall.settings import RunSettings
@@ -223,10 +233,40 @@ async def test_what_a_failed_try_has_written_is_deleted_unless_a_save_hangs(
     threads.close()
 
 
-def commit(checkpoints: RunCheckpoints, step: int) -> Attempt:
+def commit(checkpoints: RunCheckpoints, step: int, run_id: str = "") -> Attempt:
     attempt = checkpoints.begin(step)
-    checkpoints.commit(attempt, [store(attempt.storage, "weights", lambda file: file.write(b"weights"))], {})
+    state = {IDENTITY: {RUN_ID: run_id} if run_id else {}}
+    checkpoints.commit(attempt, [store(attempt.storage, "weights", lambda file: file.write(b"weights"))], state)
     return attempt
+
+
+def test_a_checkpoint_of_another_run_is_neither_taken_nor_written_over(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    first, second = (RunCheckpoints(storage, 1, run_id) for run_id in ("first", "second"))
+    commit(first, 0, "first")
+    commit(second, 0, "second")  # nothing was trained in either
+    made = commit(first, 20, "first")
+    for refused in (second.latest, lambda: commit(second, 20, "second"), lambda: commit(second, 40, "second")):
+        with pytest.raises(
+            CheckpointMismatchError, match=r"/step-00000020/\w+ was made by another run, and each needs"
+        ):
+            refused()
+    newest = first.latest()
+    assert newest is not None
+    assert newest.attempt == made.name
+    verify(newest.storage, newest.files, nothing)
+    commit(first, 40, "first")
+
+
+def test_whose_run_a_checkpoint_is_counts_where_both_say_it_and_it_can_be_read(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    commit(RunCheckpoints(storage, 9), 1)  # of a release, or of a controller without a directory, that kept no id
+    mine = RunCheckpoints(storage, 9, "mine")
+    commit(mine, 2, "mine")
+    commit(RunCheckpoints(storage, 9), 3)
+    (tmp_path / folder_of(3) / COMMITTED).write_text("{}")
+    commit(mine, 4, "mine")
+    assert mine.latest() is not None
 
 
 @pytest.mark.parametrize("folder", ["{}", "memory:/{}"], ids=["disk", "memory"])

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from rolecall.checkpoint.manifest import RunCheckpoints
+from rolecall.checkpoint.manifest import IDENTITY, RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.cli import main
-from rolecall.errors import ConfigError, NotFoundError
-from rolecall.identity import FILE, FIXED, STATE, kept, settle
+from rolecall.errors import CheckpointMismatchError, ConfigError, NotFoundError
+from rolecall.identity import FILE, FIXED, kept, run_id, settle
 from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings, load_settings, load_sft_settings
 from tests.twins.launched import write_light_config, write_model
@@ -253,7 +253,7 @@ def test_what_changed_under_the_same_name_is_told_as_such(tmp_path: Path, capsys
 
 
 def test_a_run_whose_directory_is_lost_is_held_against_its_checkpoint(begin: MakeSettings, tmp_path: Path) -> None:
-    run = _lost_but_for_a_checkpoint(tmp_path, {"run": "test", STATE: kept(tmp_path / "run")})
+    run = _lost_but_for_a_checkpoint(tmp_path, {"run": "test", IDENTITY: kept(tmp_path / "run")})
     with pytest.raises(ConfigError, match=r"the run whose checkpoints are in .* was started with another run\.name \("):
         settle(begin(run=run | {"name": "other"}))
     with pytest.raises(ConfigError, match=r"another sampling\.num_responses \(.*: 8 before, 4 now\)"):
@@ -269,9 +269,9 @@ def test_a_run_whose_directory_is_there_is_held_against_the_checkpoints_at_anoth
     """Of another run, or of a fine-tuning: where the controller restores, whatever run.dir says."""
     elsewhere = {"name": "test", "dir": str(tmp_path / "run"), "num_steps": 1, "checkpoint_url": f"{tmp_path}/others"}
     mine = kept(tmp_path / "run")
-    _commit(tmp_path / "others", {"run": "test", STATE: mine})
+    _commit(tmp_path / "others", {"run": "test", IDENTITY: mine})
     settle(begin(run=elsewhere))
-    _commit(tmp_path / "others", {"run": "other", STATE: mine | {"run.name": "other"}}, step=6)
+    _commit(tmp_path / "others", {"run": "other", IDENTITY: mine | {"run.name": "other"}}, step=6)
     with pytest.raises(
         ConfigError, match=r"the run whose checkpoints are in .*/others was started with another run\.n"
     ):
@@ -281,8 +281,25 @@ def test_a_run_whose_directory_is_there_is_held_against_the_checkpoints_at_anoth
         settle(begin(run=elsewhere))
 
 
+def test_the_checkpoints_of_another_run_with_the_same_settings_are_not_its_own(
+    begin: MakeSettings, tmp_path: Path
+) -> None:
+    """As two of a sweep, which were started at once with one run.checkpoint_url."""
+    run = _lost_but_for_a_checkpoint(tmp_path, {})
+    shutil.rmtree(tmp_path / "checkpoints")
+    settle(begin(run=run))
+    assert run_id(tmp_path / "new") != run_id(tmp_path / "run") != ""
+    _commit(tmp_path / "checkpoints", {"run": "test", IDENTITY: kept(tmp_path / "run")})
+    with pytest.raises(
+        CheckpointMismatchError, match=r"was made by another run, and each needs a place of its own: go"
+    ):
+        settle(begin(run=run))
+    settle(begin(run=run | {"dir": str(tmp_path / "run")}))
+    settle(begin(run=run | {"checkpoint_url": str(tmp_path / "another")}))
+
+
 def test_a_checkpoint_of_step_0_holds_nothing_against_a_new_run(begin: MakeSettings, tmp_path: Path) -> None:
-    run = _lost_but_for_a_checkpoint(tmp_path, {"run": "test", STATE: kept(tmp_path / "run")}, step=0)
+    run = _lost_but_for_a_checkpoint(tmp_path, {"run": "test", IDENTITY: kept(tmp_path / "run")}, step=0)
     settle(begin(run=run, sampling={"num_responses": 4}))
 
 
@@ -310,7 +327,7 @@ def test_sft_whose_directory_is_lost_is_held_against_its_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
 ) -> None:
     config = _begun_sft(tmp_path)
-    _commit(tmp_path / "checkpoints", {"examples": "", STATE: kept(tmp_path / "run")})
+    _commit(tmp_path / "checkpoints", {"examples": "", IDENTITY: kept(tmp_path / "run")})
     shutil.rmtree(tmp_path / "run")
     elsewhere = f"--run.checkpoint_url={tmp_path}/checkpoints"
     override = override.replace("=other", f"={tmp_path}/other")

@@ -7,10 +7,10 @@ Written beside the steps, as a run's are; one at a time. All ranks make the same
 import logging
 from concurrent.futures import Future
 
-from rolecall.checkpoint.manifest import Attempt, RunCheckpoints, StoredFile, folder_of, verify
+from rolecall.checkpoint.manifest import IDENTITY, Attempt, RunCheckpoints, StoredFile, folder_of, verify
 from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import CheckpointMismatchError, DiskFullError, StorageUnavailableError
-from rolecall.identity import STATE, kept
+from rolecall.identity import kept, run_id
 from rolecall.settings import SftRunSection
 from rolecall.training.engine import Snapshot
 from rolecall.training.ranks.command_group import CommandGroup
@@ -33,9 +33,9 @@ class SftCheckpoints:
         checkpoint is restored. Settings are compared before ranks start (`rolecall/identity.py`).
         """
         self._storage = open_storage(run.checkpoints)
-        self._checkpoints = RunCheckpoints(self._storage, run.keep_checkpoints)
+        self._checkpoints = RunCheckpoints(self._storage, run.keep_checkpoints, run_id(run.dir))
         self._context = context
-        self._state = {"examples": examples, STATE: kept(run.dir)}
+        self._state = {"examples": examples, IDENTITY: kept(run.dir)}
         self._writers = CommandGroup.of_default(timeout_s=WRITE_TIMEOUT_S)
         self._writing: Future[None] | None = None
 

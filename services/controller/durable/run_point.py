@@ -89,15 +89,18 @@ def take_point(
 class Checkpoints:
     """The checkpoints of one run. Calls block."""
 
-    def __init__(self, storage: Storage, num_kept: int) -> None:
-        self._all = RunCheckpoints(storage, num_kept)
+    def __init__(self, storage: Storage, num_kept: int, run_id: str = "") -> None:
+        """`run_id`: id of the run, where its directory keeps one (rolecall/identity.py)."""
+        self._all = RunCheckpoints(storage, num_kept, run_id)
 
     def begin(self, step: int) -> Attempt:
         """Starts an attempt at the checkpoint of `step`."""
         return self._all.begin(step)
 
     def commit(self, attempt: Attempt, files: Sequence[StoredFile], point: RunPoint) -> None:
-        """Makes `attempt` a checkpoint of the trainers' `files` and the controller's `point`."""
+        """Makes `attempt` a checkpoint of the trainers' `files` and the controller's `point`. CheckpointMismatchError
+        when another run keeps its checkpoints there too.
+        """
         self._all.commit(attempt, files, asdict(point))
 
     def discard(self, attempt: Attempt) -> None:
@@ -109,6 +112,6 @@ class Checkpoints:
         self._all.discard_uncommitted()
 
     def latest(self) -> tuple[Committed, RunPoint] | None:
-        """The newest valid one. CheckpointMismatchError when its manifest was changed."""
+        """The newest valid one. CheckpointMismatchError when its manifest was changed, or it is another run's."""
         committed = self._all.latest()
         return None if committed is None else (committed, RunPoint(**committed.state))
