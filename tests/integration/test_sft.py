@@ -273,6 +273,21 @@ def test_killed_at_any_step_it_goes_on_bit_by_bit(
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
+def test_of_two_at_once_with_one_place_for_checkpoints_one_ends_and_says_why(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    elsewhere = f"--run.checkpoint_url={tmp_path}/shared"
+    configs = [write_config(tmp_path / name, model, data) for name in ("first", "second")]
+    both = [
+        subprocess.Popen(command(config, elsewhere), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for config in configs
+    ]
+    said = {process: process.communicate(timeout=300)[0] for process in both}
+    assert sorted(process.returncode for process in both) == [0, 1], said
+    refused = next(process for process in both if process.returncode)
+    assert "was made by another run, and each needs a place of its own" in said[refused]
+
+
 @pytest.mark.thorough("test_it_says_what_it_does_and_how_to_go_on")
 def test_adapters_and_mixtures_are_fine_tuned_too(data: Path, tmp_path: Path) -> None:
     moe = write_qwen3_moe(tmp_path / "moe", vocab=288)
