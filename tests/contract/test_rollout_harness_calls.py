@@ -1,6 +1,7 @@
 """Calls of an agent at the rollout's endpoint: what is one and the same, what is refused, and what a failure leaves."""
 
 import asyncio
+import json
 import logging
 import socket
 import ssl
@@ -166,6 +167,22 @@ async def test_a_body_that_never_ends_is_refused_and_its_connection_closed(monke
         answer = await asyncio.wait_for(reader.read(), 30)
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"the body of the request did not come within 0.2 s" in answer
+        writer.close()
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "messages/count_tokens"])
+async def test_a_call_whose_body_comes_after_its_episode_is_over_is_refused(path: str) -> None:
+    """The attempt is None here: to ask it would be an error of the server's."""
+    async with listening() as (endpoint, key, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = json.dumps({"model": "policy", "max_tokens": 8, "messages": SAID}).encode()
+        head = f"POST /v1/{path} HTTP/1.1\r\nhost: a\r\nx-api-key: {key}\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body[:9])
+        await asyncio.sleep(0.2)
+        endpoint.seal(key)
+        writer.write(body[9:])
+        answer = await asyncio.wait_for(reader.readuntil(b"under way"), 30)
+        assert answer.startswith(b"HTTP/1.1 401 ")
         writer.close()
 
 

@@ -157,8 +157,8 @@ class Endpoint:
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         """Anthropic's question how long a prompt would be, which takes no call."""
         try:
-            opened = self._opened(request)
-            call = messages.read(await _body(request), opened.answered)
+            opened, body = await self._asked(request)
+            call = messages.read(body, opened.answered)
             return web.json_response({"input_tokens": await opened.attempt.num_prompt_tokens(call)})
         except RefusedError as error:
             return _refused(messages, error)
@@ -168,8 +168,7 @@ class Endpoint:
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
-                opened = self._opened(request)
-                body = await _body(request)
+                opened, body = await self._asked(request)
                 call = dialect.read(body, opened.answered)
                 self._tell(call.unheeded)
                 exchange = self._exchange(opened, request, body, call)
@@ -179,6 +178,12 @@ class Endpoint:
                 return _refused(dialect, error)
 
         return answer
+
+    async def _asked(self, request: web.Request) -> tuple[_Open, Any]:
+        """The episode of a request and its body. RefusedError, also when the episode is over by the time it is read."""
+        self._opened(request)
+        body = await _body(request)
+        return self._opened(request), body
 
     def _opened(self, request: web.Request) -> _Open:
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
