@@ -39,7 +39,7 @@ from services.controller.reports import Reports
 from services.controller.step import measures, preparation
 from services.controller.step.adaptive import AdaptiveState
 from services.controller.step.sealing import Sealing
-from services.controller.tasks import at_once, first_error
+from services.controller.tasks import FirstErrorGroup, at_once
 
 logger = logging.getLogger(__name__)
 
@@ -157,16 +157,13 @@ class Loop:
     async def _run_activities(self) -> None:
         """The steps, beside the activities that run until cancelled."""
         activities = self._intake.run(), self._collection.run(), self._reaper.run(), self._parts.fleet.trainer_lost()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(activity) for activity in activities]
-                await self._train()
-                await self._reports.over()
-                await self._evaluations.over(self._reach_others)
-                for task in running:
-                    task.cancel()
-        except BaseExceptionGroup as group:
-            raise first_error(group) from group
+        async with FirstErrorGroup() as tasks:
+            running = [tasks.create_task(activity) for activity in activities]
+            await self._train()
+            await self._reports.over()
+            await self._evaluations.over(self._reach_others)
+            for task in running:
+                task.cancel()
 
     async def _finish(self) -> None:
         """A checkpoint of the last step where one is due, then the error that ended the run, if any."""

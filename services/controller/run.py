@@ -30,7 +30,7 @@ from services.controller.durable.recovery import Recovery
 from services.controller.groups.failures import RecoveryBudget, starts_over
 from services.controller.loop import Loop
 from services.controller.step.trainers import Trainer
-from services.controller.tasks import first_error
+from services.controller.tasks import FirstErrorGroup
 from services.controller.wiring import wire
 
 logger = logging.getLogger(__name__)
@@ -111,14 +111,11 @@ class ControllerRun:
             raise
 
     async def _run_locked(self, ctl: int) -> None:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                helpers = [tasks.create_task(self._beat()), tasks.create_task(self._fleet.watch())]
-                await self._run_to_its_end(ctl)
-                for helper in helpers:
-                    helper.cancel()
-        except BaseExceptionGroup as group:
-            raise first_error(group) from group
+        async with FirstErrorGroup() as tasks:
+            helpers = [tasks.create_task(self._beat()), tasks.create_task(self._fleet.watch())]
+            await self._run_to_its_end(ctl)
+            for helper in helpers:
+                helper.cancel()
 
     async def _run_to_its_end(self, ctl: int) -> None:
         """Runs the loop, and starts it over from the store as often as failures.py allows."""

@@ -84,6 +84,19 @@ class SlowToCommit(WrappedStorage):
         assert self.may_go_on.wait(DEADLINE_S)
 
 
+class SlowToDiscard(Checkpoints):
+    """Waits before it discards until it may go on."""
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__(storage, 2)
+        self.reached, self.may_go_on = threading.Event(), threading.Event()
+
+    def discard(self, attempt: Attempt) -> None:
+        self.reached.set()
+        assert self.may_go_on.wait(DEADLINE_S)
+        super().discard(attempt)
+
+
 class Undeletable(WrappedStorage):
     """Refuses to delete."""
 
@@ -230,6 +243,28 @@ async def test_what_a_failed_try_has_written_is_deleted_unless_a_save_hangs(
     with pytest.raises(kind):
         await saver.begin(1, 3, failing, committed, lambda: None)
     assert bool(storage.files()) == (kind is SaveHangsError)
+    threads.close()
+
+
+async def test_a_loop_that_is_abandoned_while_it_cleans_up_a_failed_try_ends(
+    tmp_path: Path, make_settings: Callable[..., RunSettings]
+) -> None:
+    threads, trainer = StoreThreads(), Trainer("actor", QuickStub(), make_settings().actor)  # type: ignore[arg-type]
+    checkpoints = SlowToDiscard(open_storage(str(tmp_path)))
+    saver = saver_of(trainer, checkpoints, threads)
+
+    async def failing() -> RunPoint:
+        raise StorageUnavailableError("away")
+
+    async def committed(folder: str) -> None:
+        raise AssertionError("nothing is committed")
+
+    beginning = asyncio.create_task(saver.begin(1, 3, failing, committed, lambda: None))
+    assert await asyncio.to_thread(checkpoints.reached.wait, DEADLINE_S)
+    beginning.cancel()
+    await asyncio.wait({beginning}, timeout=DEADLINE_S)
+    checkpoints.may_go_on.set()
+    assert beginning.cancelled()
     threads.close()
 
 

@@ -16,7 +16,7 @@ from rolecall.errors import DiskFullError, RoleCallError, SaveHangsError, Storag
 from services.controller.durable.commits import Commits
 from services.controller.durable.run_point import Checkpoints, RunPoint
 from services.controller.step.trainers import Trainer
-from services.controller.tasks import first_error
+from services.controller.tasks import at_once
 from services.controller.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
@@ -107,15 +107,13 @@ class CheckpointSaver:
             self._task = None
 
     async def _shares(self, ctl: int, attempt: Attempt, taken: Sequence[asyncio.Event]) -> list[StoredFile]:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                calls = [
-                    tasks.create_task(trainer.save(ctl, attempt.storage.at(trainer.name).url, attempt.step, event.set))
-                    for trainer, event in zip(self._trainers, taken, strict=True)
-                ]
-        except BaseExceptionGroup as group:
-            raise first_error(group) from group
-        return [file for call in calls for file in call.result()]
+        saved = await at_once(
+            [
+                trainer.save(ctl, attempt.storage.at(trainer.name).url, attempt.step, event.set)
+                for trainer, event in zip(self._trainers, taken, strict=True)
+            ]
+        )
+        return [file for files in saved for file in files]
 
     async def _taken(self, taken: Sequence[asyncio.Event], shares: "asyncio.Task[list[StoredFile]]") -> None:
         for event in taken:
@@ -166,5 +164,5 @@ class CheckpointSaver:
         await asyncio.wait({shares})  # bounded: it is cancelled
         if isinstance(error, SaveHangsError):
             return
-        with contextlib.suppress(RoleCallError, OSError, asyncio.CancelledError):
+        with contextlib.suppress(RoleCallError, OSError):
             await self._threads.call(self._checkpoints.discard, attempt)

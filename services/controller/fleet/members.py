@@ -32,6 +32,7 @@ from rolecall.store.ledger import Ledger
 from rolecall.v1 import controller_pb2
 from rolecall.v1.rollout_pb2_grpc import RolloutServiceStub
 from services.controller.fleet.liveness import Loss, Rollout, Worker
+from services.controller.tasks import FirstErrorGroup
 from services.controller.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
@@ -249,7 +250,7 @@ class Fleet:
         """Judges everyone, and expels the lost from the store; outages of the store are waited for. Runs until
         cancelled.
         """
-        async with asyncio.TaskGroup() as tasks:
+        async with FirstErrorGroup() as tasks:
             tasks.create_task(self._judge())
             tasks.create_task(self._expel())
 

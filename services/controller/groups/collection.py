@@ -5,7 +5,6 @@ budget of a step. What was dropped gives its place back to admission. The choice
 rules of the filters are rolecall/algorithms/filters.py's.
 """
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -27,6 +26,7 @@ from services.controller.groups.failures import FailureBudget, RunEnd
 from services.controller.groups.group_scorer import GroupScorer
 from services.controller.groups.intake import Intake
 from services.controller.groups.prompts import PromptSequence
+from services.controller.tasks import FirstErrorGroup
 from services.controller.threads import StoreThreads
 from services.controller.together import Together
 
@@ -87,7 +87,7 @@ class Collection:
         cancelled.
         """
         position = "0"
-        async with asyncio.TaskGroup() as tasks:  # as many as admission lets live
+        async with FirstErrorGroup() as tasks:  # as many as admission lets live
             while True:
                 for entry, group in await self._threads.call(
                     self._ledger.read_committed, position, READ_COUNT, READ_BLOCK_S

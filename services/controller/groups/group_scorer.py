@@ -37,7 +37,7 @@ from rolecall.v1 import training_pb2, trajectory_pb2
 from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
 from rolecall.wire import Array
 from services.controller.groups.assembly import EpisodeEnd, GreedyResponse, ScoredGroup
-from services.controller.tasks import first_error
+from services.controller.tasks import FirstErrorGroup
 from services.controller.threads import StoreThreads
 from services.controller.together import Together
 
@@ -113,14 +113,11 @@ class GroupScorer:
         async with self._room:  # bounded: every call inside has a deadline, and admission bounds how many wait
             refs, num_responses = rows_of(group), len(group.rows)
             rows, metas = await self._reading.call(refs)
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    scored_before = all("reward" in row for row in rows)
-                    scoring = None if scored_before else tasks.create_task(self._reward_of(metas, rows))
-                    for name, prefix in self._asked(metas[0].prompt):
-                        tasks.create_task(self._ask(name, prefix, refs[:num_responses]))
-            except BaseExceptionGroup as errors:
-                raise first_error(errors) from errors
+            async with FirstErrorGroup() as tasks:
+                scored_before = all("reward" in row for row in rows)
+                scoring = None if scored_before else tasks.create_task(self._reward_of(metas, rows))
+                for name, prefix in self._asked(metas[0].prompt):
+                    tasks.create_task(self._ask(name, prefix, refs[:num_responses]))
             names = await self._component_names()
             scores = (
                 _kept_scores(rows, names) if scoring is None else await self._keep(refs, rows, scoring.result(), names)
