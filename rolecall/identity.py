@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.checkpoint.manifest import IDENTITY, RUN_ID, Committed, RunCheckpoints
+from rolecall.checkpoint.manifest import RUN_ID, Committed, RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.config_file import read_tree
 from rolecall.disk import replace_text
@@ -158,7 +158,7 @@ def settle(settings: RunSettings | SftSettings) -> None:
     in_dir, newest = kept(directory), newest_checkpoint(settings)
     befores = {
         f"the run in {directory}": in_dir,
-        f"the run whose checkpoints are in {settings.run.checkpoints}": newest.state[IDENTITY] if newest else {},
+        f"the run whose checkpoints are in {settings.run.checkpoints}": newest.identity if newest else {},
     }
     for where, before in befores.items():
         changed = [
@@ -175,7 +175,8 @@ def settle(settings: RunSettings | SftSettings) -> None:
     if not in_dir:
         # a run whose directory is lost is still the one that its checkpoints are of
         now[RUN_ID] = newest.run_id if newest else secrets.token_hex(8)
-        replace_text(directory / FILE, json.dumps(now, indent=1) + "\n")
+    if now.keys() - in_dir.keys():  # also what the release that it began with did not keep
+        replace_text(directory / FILE, json.dumps(now | in_dir, indent=1) + "\n")
 
 
 def _in_tree(tree: Any, table: tuple[Fixed, ...]) -> dict[str, Any]:

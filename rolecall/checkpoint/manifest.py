@@ -67,9 +67,15 @@ class Committed:
     """The controller's share."""
 
     @property
+    def identity(self) -> Mapping[str, Any]:
+        """What the run that made it kept of itself (rolecall/identity.py)."""
+        kept: Mapping[str, Any] = self.state.get(IDENTITY, {})
+        return kept
+
+    @property
     def run_id(self) -> str:
         """Id of the run that made it; empty when that had none."""
-        return str(self.state.get(IDENTITY, {}).get(RUN_ID, ""))
+        return str(self.identity.get(RUN_ID, ""))
 
     @property
     def attempt(self) -> str:

@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -291,6 +292,13 @@ def test_a_checkpoint_of_another_run_is_neither_taken_nor_written_over(tmp_path:
     assert newest.attempt == made.name
     verify(newest.storage, newest.files, nothing)
     commit(first, 40, "first")
+
+
+def test_a_checkpoint_of_a_newer_release_is_refused_in_words(tmp_path: Path) -> None:
+    checkpoints = RunCheckpoints(open_storage(str(tmp_path)), 1)
+    checkpoints.commit(checkpoints.begin(3), [], asdict(POINT) | {"weather": "fine"})
+    with pytest.raises(CheckpointMismatchError, match=r"says \['weather'\], which this release does not know; go on"):
+        Checkpoints(open_storage(str(tmp_path)), 1).latest()
 
 
 def test_whose_run_a_checkpoint_is_counts_where_both_say_it_and_it_can_be_read(tmp_path: Path) -> None:

@@ -124,6 +124,9 @@ def test_another_template_for_tools_is_refused_where_the_release_that_began_kept
     del kept["model.path/additional_chat_templates"]
     file.write_text(json.dumps(kept))
     settle(settings)
+    named.write_text("other tools")
+    with pytest.raises(ConfigError, match=r"another model\.path/additional_chat_templates"):
+        settle(settings)  # it was kept where the run first went on with a release that keeps it
 
 
 def test_another_chat_template_is_refused_and_the_same_one_may_move(

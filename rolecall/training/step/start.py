@@ -13,8 +13,9 @@ from typing import Literal
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported, though not in __all__
 from torch.distributed.rendezvous import rendezvous
 
+from rolecall.contract import contract_version
 from rolecall.data.tokenizer import read_template
-from rolecall.errors import ConfigError
+from rolecall.errors import ConfigError, VersionMismatchError
 from rolecall.settings import (
     ActorSection,
     LoraSection,
@@ -106,6 +107,8 @@ def start_context(
     )
     # Held until the ranks have met: without torchrun rank 0 is its server, and a rank may ask it after rank 0 went on.
     store = _meeting_store(rank, world_size, timeout_s) if world_size > 1 else None
+    if store is not None:
+        require_one_release(store, rank)
     watch = None if store is None else _watch_ranks(hooks, rank, world_size, store, timeout_s)
     device = start_rank(spec)
     memory = PhaseMemory(device, role=hooks.role, rank=rank, folder=run_dir / "memory")
@@ -129,6 +132,20 @@ def _meeting_store(rank: int, world_size: int, timeout_s: float) -> Store:
     """The store in which the ranks find each other: torchrun's, or rank 0's at MASTER_ADDR and MASTER_PORT."""
     store: Store = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))[0]
     return store
+
+
+def require_one_release(store: Store, rank: int) -> None:
+    """VersionMismatchError on each rank that was installed from another release than rank 0: they would meet in other
+    collectives, and wait for each other.
+    """
+    notes, mine = PrefixStore("release", store), contract_version()
+    if rank == 0:
+        notes.set("contracts", mine)
+    elif (first := notes.get("contracts").decode()) != mine:  # bounded: by the store's timeout
+        raise VersionMismatchError(
+            f"rank {rank} was built with contracts {mine}, rank 0 with {first}; install one release on all nodes (from "
+            "a checkout: the same commit)"
+        )
 
 
 def _watch_ranks(hooks: ProcessHooks, rank: int, world_size: int, store: Store, timeout_s: float) -> RankWatch:

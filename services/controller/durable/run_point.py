@@ -3,12 +3,12 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from rolecall.checkpoint.manifest import Attempt, Committed, RunCheckpoints, StoredFile
 from rolecall.checkpoint.storage import Storage
-from rolecall.errors import StoreRolledBackError
+from rolecall.errors import CheckpointMismatchError, StoreRolledBackError
 from rolecall.identity import kept
 from rolecall.settings import RunSection
 from rolecall.store.ledger import Ledger
@@ -112,6 +112,15 @@ class Checkpoints:
         self._all.discard_uncommitted()
 
     def latest(self) -> tuple[Committed, RunPoint] | None:
-        """The newest valid one. CheckpointMismatchError when its manifest was changed, or it is another run's."""
+        """The newest valid one. CheckpointMismatchError when its manifest was changed, it is another run's, or a newer
+        release made it.
+        """
         committed = self._all.latest()
-        return None if committed is None else (committed, RunPoint(**committed.state))
+        if committed is None:
+            return None
+        if unknown := committed.state.keys() - {each.name for each in fields(RunPoint)}:
+            raise CheckpointMismatchError(
+                f"{committed.storage.url} says {sorted(unknown)}, which this release does not know; go on with the one "
+                "that made it"
+            )
+        return committed, RunPoint(**committed.state)
