@@ -16,6 +16,10 @@ KEEPALIVE_TIMEOUT_S = 10.0
 """Longest wait for the answer to a ping before the connection is given up: a peer that hangs or lost its network fails
 its calls within 20 s, whatever their deadline.
 """
+STRANGERS_KEEPALIVE_S = 330.0
+"""The same of a connection to somebody else's server. One that keeps gRPC's defaults closes it, with all calls
+on it, at the third ping of a long call that comes within 300 s of the one before.
+"""
 REPLICA_AGE_S = 60.0
 """Age, give or take a tenth, at which a server of which there may be several asks its callers to connect again: gRPC
 looks a name up only then, and would never find a replica that came. Calls under way end on the old connection, however
@@ -26,12 +30,14 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
 
-_KEEPALIVE: tuple[tuple[str, Any], ...] = (
-    ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
-    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
-    # of pings that were sent for other reasons; 60 s otherwise
-    ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
-)
+
+def _keepalive(after_s: float) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.keepalive_time_ms", int(after_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+        # of pings that were sent for other reasons; 60 s otherwise
+        ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+    ]
 
 
 def server_options(max_age_s: float | None = None) -> list[tuple[str, Any]]:
@@ -42,7 +48,7 @@ def server_options(max_age_s: float | None = None) -> list[tuple[str, Any]]:
     return [
         *age,
         *_SIZES,
-        *_KEEPALIVE,
+        *_keepalive(KEEPALIVE_S),
         ("grpc.so_reuseport", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -52,13 +58,12 @@ def server_options(max_age_s: float | None = None) -> list[tuple[str, Any]]:
 def channel_options(idempotent: Sequence[str], *, loopback: bool, ours: bool = True) -> list[tuple[str, Any]]:
     """`idempotent`: full names of the methods that gRPC may repeat by itself, e.g. `rolecall.v1.RewardService/Score`.
 
-    ours: whether the servers take our pings; those that keep gRPC's defaults would answer the third of a long call with
-    GOAWAY, and get only two. Where the target stands for several addresses, calls take turns over those that can be
-    reached, and a repeated call goes to the next.
+    ours: whether the servers take our pings. Where the target stands for several addresses, calls take turns over those
+    that can be reached, and a repeated call goes to the next.
     """
     options = [
         *_SIZES,
-        *_KEEPALIVE,
+        *_keepalive(KEEPALIVE_S if ours else STRANGERS_KEEPALIVE_S),
         ("grpc.enable_retries", 1),
         # A request larger than this buffer would not be repeated.
         ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES),

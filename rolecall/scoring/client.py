@@ -217,7 +217,7 @@ def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[
         tls=True if section.tls else None,
         bearer_token=token,
         ca_file=None if section.ca_file == "system" else section.ca_file,
-        ours=False,
+        ours=bool(section.components),
     )
     client = RewardClient(
         channel,

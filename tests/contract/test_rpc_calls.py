@@ -13,6 +13,7 @@ from rolecall.errors import DeadlineError, NotAttestedError, UnavailableError
 from rolecall.rpc import deadlines
 from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
+from rolecall.rpc.options import KEEPALIVE_S, channel_options
 from rolecall.settings import TelemetrySection
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 from tests.contract.peer import SERVICE, Peer, serving
@@ -150,3 +151,10 @@ async def test_a_trace_passes_through_a_call(peer: Peer, address: str) -> None:
             trace_id = trace.format_trace_id(span.get_span_context().trace_id)
     assert seen == [trace_id]
     assert trace_id in peer.metadata["traceparent"]
+
+
+def test_a_strangers_server_is_pinged_less_often_than_grpc_allows_by_default() -> None:
+    """One in Go closes a connection, with the calls on it, at the third ping that comes within five minutes."""
+    ours, strangers = (dict(channel_options([], loopback=True, ours=is_ours)) for is_ours in (True, False))
+    assert strangers["grpc.keepalive_time_ms"] > 300_000
+    assert ours["grpc.keepalive_time_ms"] == KEEPALIVE_S * 1000
