@@ -141,7 +141,7 @@ def require_one_release(store: Store, rank: int) -> None:
     notes, mine = PrefixStore("release", store), contract_version()
     if rank == 0:
         notes.set("contracts", mine)
-    elif (first := notes.get("contracts").decode()) != mine:  # bounded: by the store's timeout
+    elif (first := notes.get("contracts").decode()) != mine:
         raise VersionMismatchError(
             f"rank {rank} was built with contracts {mine}, rank 0 with {first}; install one release on all nodes (from "
             "a checkout: the same commit)"
