@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -290,12 +290,18 @@ def store(storage: Storage, name: str, produce: Callable[[BinaryIO], object]) ->
 
 def verify(storage: Storage, files: Iterable[StoredFile], progressed: Callable[[], None]) -> None:
     """CheckpointMismatchError when one of `files` is not what it was when it was written."""
+    for _ in verify_pieces(storage, files):
+        progressed()
+
+
+def verify_pieces(storage: Storage, files: Iterable[StoredFile]) -> Iterator[None]:
+    """`verify`, which goes on by a piece of a file each time."""
     for file in files:
         checksum = hashlib.sha256()
         try:
             for start in range(0, file.num_bytes, _CHUNK_BYTES):
                 checksum.update(storage.read(file.name, start, start + _CHUNK_BYTES))
-                progressed()
+                yield
         except FileNotFoundError:
             raise CheckpointMismatchError(
                 f"{storage.url}/{file.name} of a committed checkpoint is gone; restore another one"

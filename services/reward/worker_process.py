@@ -42,6 +42,7 @@ class WorkerProcess:
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._input, False)
+        self._is_over = False
         self._buffer = FrameBuffer()
         self._setup = setup
         self.awaited: frozenset[str] = frozenset()
@@ -84,13 +85,14 @@ class WorkerProcess:
         """Sends SIGKILL to the process and what it started; the thread that uses this object then sees it end. The one
         call for other threads.
         """
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it ended, and the other thread saw it first
+        if not self._is_over:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and left nothing that it started
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """Kills the process and what it started, reaps it and closes the pipes. Safe to repeat."""
         self.interrupt()
+        self._is_over = True  # whose number another process may get
         self._process.wait()  # bounded: SIGKILL has been sent to it
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:

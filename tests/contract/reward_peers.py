@@ -73,6 +73,11 @@ def behave(item: Item) -> float:
             with open(marker, "w") as file:
                 file.write(str(child.pid))
             time.sleep(60)
+        case ["orphan", marker]:
+            child = subprocess.Popen(["sleep", "300"])
+            with open(marker, "a") as file:
+                file.write(f"{child.pid} ")
+            os.kill(os.getpid(), signal.SIGKILL)
     return 1.0
 
 barrier = asyncio.Barrier(2)

@@ -298,6 +298,17 @@ async def test_what_a_killed_function_had_started_ends_with_it(start_pool: Start
     await until(lambda: has_ended(child))
 
 
+async def test_what_a_function_had_started_whose_worker_dies_by_itself_ends_too(
+    start_pool: StartPool, tmp_path: Path
+) -> None:
+    pool = await start_pool(num_workers=1, timeout_s=20.0, f=BEHAVE)
+    marker = tmp_path / "pids"
+    assert codes(await pool.score("f", items_of(*[f"orphan {marker}"] * 8))) == ["WORKER_DIED"] * 8
+    children = [int(pid) for pid in marker.read_text().split()]
+    assert len(children) >= 8
+    await until(lambda: all(map(has_ended, children)))
+
+
 def has_ended(pid: int) -> bool:
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)

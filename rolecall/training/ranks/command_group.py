@@ -12,7 +12,8 @@ the role restarts from its checkpoint.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -31,11 +32,13 @@ from rolecall.wire import Array
 
 T = TypeVar("T")
 
-COMMAND_TIMEOUT_S = 120.0
-"""Deadline of every wait on the command group: bounds how far living ranks drift apart between two collectives of one
-step. A rank that died or was stopped ends the wait within watch.LOST_S, and one that lives without getting on within
-the section's hang_s.
+COMMAND_TIMEOUT_S = 3600.0
+"""Deadline of every wait on a command group: the longest that living ranks may be apart, as when one reads its model
+from a slow disk, or rank 0 waits for those who receive its weights. A rank that died or was stopped ends the wait
+within watch.LOST_S, and one that lives without getting on within the section's hang_s.
 """
+_PIECES_S = 5.0
+"""Between two words of each other while ranks work through pieces."""
 
 
 class CommandGroup:
@@ -68,15 +71,13 @@ class CommandGroup:
         self._watch = watch
 
     @classmethod
-    def of_default(
-        cls, watch: RankWatch | None = None, slot_size: int = 1, timeout_s: float = COMMAND_TIMEOUT_S
-    ) -> "CommandGroup":
+    def of_default(cls, watch: RankWatch | None = None, slot_size: int = 1) -> "CommandGroup":
         """A command group over the ranks of torch's default group, or of this process alone when there is none. A
         collective.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(0, 1, None, None)
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=COMMAND_TIMEOUT_S))
         return cls(dist.get_rank(), dist.get_world_size(), group, watch, slot_size)
 
     @property
@@ -158,6 +159,24 @@ class CommandGroup:
             return result[0]
         encoded = self._broadcast_bytes(_encode(own) if self.rank == culprit and own is not None else b"", culprit)
         raise own if own is not None else _decode(encoded, culprit)
+
+    def agree_on_pieces(self, pieces: Iterable[None], progressed: Callable[[], None]) -> None:
+        """`agree` on work of which the ranks have more or fewer pieces: a rank without any waits for the others and
+        says that they get on.
+        """
+        left = iter(pieces)
+
+        def some() -> bool:
+            """Works for a while; whether there may be more."""
+            until = time.monotonic() + _PIECES_S
+            for _ in left:
+                progressed()
+                if time.monotonic() > until:
+                    return True
+            return False
+
+        while self.sum(np.array([self.agree(some)]))[0]:
+            progressed()
 
     def sum(self, numbers: Array) -> Array:
         """The elementwise sum over ranks of `numbers`, float64 of the same shape on every rank."""

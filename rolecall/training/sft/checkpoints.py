@@ -5,19 +5,19 @@ Written beside the steps, as a run's are; one at a time. All ranks make the same
 """
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future
 
-from rolecall.checkpoint.manifest import IDENTITY, Attempt, RunCheckpoints, StoredFile, folder_of, verify
+from rolecall.checkpoint.manifest import IDENTITY, Attempt, RunCheckpoints, StoredFile, folder_of, verify_pieces
 from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import CheckpointMismatchError, DiskFullError, StorageUnavailableError
 from rolecall.identity import kept, run_id
 from rolecall.settings import SftRunSection
 from rolecall.training.engine import Snapshot
 from rolecall.training.ranks.command_group import CommandGroup
-from rolecall.training.serving.background import in_background
+from rolecall.training.ranks.writers import Writers
 from rolecall.training.state.checkpoint import read_index
 from rolecall.training.step.rank_context import RankContext
-from rolecall.training.step.role_ranks import WRITE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class SftCheckpoints:
         self._checkpoints = RunCheckpoints(self._storage, run.keep_checkpoints, run_id(run.dir))
         self._context = context
         self._state = {"examples": examples, IDENTITY: kept(run.dir)}
-        self._writers = CommandGroup.of_default(timeout_s=WRITE_TIMEOUT_S)
+        self._writers = Writers(context.group)
         self._writing: Future[None] | None = None
 
     def restore(self) -> int:
@@ -51,7 +51,8 @@ class SftCheckpoints:
                 "or start anew"
             )
         storage, files = found.share(ROLE)
-        group.agree(lambda: verify(storage, files[group.rank :: group.world_size], self._context.progressed))
+        mine = files[group.rank :: group.world_size]
+        group.agree_on_pieces(verify_pieces(storage, mine), self._context.progressed)
         index = group.agree(lambda: read_index(storage))
         group.agree(lambda: self._context.state.load(storage, index))
         return found.step
@@ -68,16 +69,20 @@ class SftCheckpoints:
         name = group.gather(self._checkpoints.begin(step).name.encode() if group.is_leader else b"")[0].decode()
         attempt = Attempt(step, self._storage.at(f"{folder_of(step)}/{name}"), name)
         snapshot = self._context.state.snapshot()
-        self._writing = in_background(lambda: self._write(snapshot, attempt), "checkpoint")
+        self._writing = self._writers.begin(lambda writers: self._write(snapshot, attempt, writers))
 
     def wait_until_written(self) -> None:
         """Waits for the one in flight. DiskFullError, StorageUnavailableError."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()  # bounded: by WRITE_TIMEOUT_S between ranks, and by the storage's own tries
+            writing.result()  # bounded: by COMMAND_TIMEOUT_S between ranks, and by the storage's own tries
 
-    def _write(self, snapshot: Snapshot, attempt: Attempt) -> None:
-        files = snapshot.write(attempt.storage.at(ROLE), self._writers, {})
+    def _write(self, snapshot: Snapshot, attempt: Attempt, writers: CommandGroup) -> None:
+        files = snapshot.write(attempt.storage.at(ROLE), writers, {})
+        # together: at the next checkpoint every rank waits here for rank 0, and none in a step's group
+        writers.agree(lambda: self._commit(attempt, files))
+
+    def _commit(self, attempt: Attempt, files: Sequence[StoredFile]) -> None:
         if self._context.group.is_leader:
             named = [StoredFile(f"{ROLE}/{file.name}", file.num_bytes, file.checksum) for file in files]
             self._checkpoints.commit(attempt, named, self._state | {"step": attempt.step})

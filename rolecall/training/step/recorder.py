@@ -36,8 +36,8 @@ MAX_MICROBATCHES = 2
 in memory and on disk before they are compressed.
 """
 WRITE_TIMEOUT_S = 60.0
-"""Longest wait for a trace to be written, half of what the ranks wait for each other (command_group.COMMAND_TIMEOUT_S):
-a disk that hangs costs the trace and not the role.
+"""Longest wait for a trace to be written, for which the steps wait too: a disk that hangs costs the trace and not the
+role.
 """
 _POLL_S = 1.0
 _TAIL_BYTES = 64

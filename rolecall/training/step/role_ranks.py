@@ -11,16 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from rolecall.checkpoint.manifest import StoredFile, verify
+from rolecall.checkpoint.manifest import StoredFile, verify_pieces
 from rolecall.checkpoint.storage import Storage, open_storage
 from rolecall.errors import InvalidInputError, OutOfMemoryError, OutOfOrderError, RoleCallError
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Microbatch, StatePart, TokenOutputs, ValueOutputs
 from rolecall.training.model.logits.logprobs import Wanted
-from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.device import require_room
+from rolecall.training.ranks.writers import Writers
 from rolecall.training.serving.applied import FILE, TORN, Applied
-from rolecall.training.serving.background import in_background
 from rolecall.training.serving.hooks import nothing
 from rolecall.training.serving.save_chain import Written
 from rolecall.training.serving.trainer import Progress
@@ -33,11 +32,6 @@ from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from rolecall.wire import Array
 
 logger = logging.getLogger(__name__)
-
-WRITE_TIMEOUT_S = 3600.0
-"""Longest that the ranks' disks may be apart in writing their shares of one checkpoint. A rank that died ends the wait
-by ending the others (watch.py).
-"""
 
 _PARTS: dict[training_pb2.StatePart.ValueType, StatePart] = {
     training_pb2.STATE_PART_PARAMETERS: "parameters",
@@ -145,12 +139,12 @@ class TrainerRanks(ColumnRanks):
     """A Trainer over the ranks of a group."""
 
     def __init__(self, context: StoreRankContext, steps: RoleSteps) -> None:
-        """A collective: the threads that write checkpoints have a group of their own."""
+        """A collective, as Writers."""
         super().__init__(context, {"": steps})
         self.applied = Applied()
         """What was applied; replaced as a whole."""
         self._steps = steps
-        self._writers = CommandGroup.of_default(timeout_s=WRITE_TIMEOUT_S)
+        self._writers = Writers(self.group)
 
     def train(self, batch: TrainBatch, progress: Progress) -> training_pb2.TrainResult:
         """Trainer.train."""
@@ -236,11 +230,11 @@ class TrainerRanks(ColumnRanks):
     def _save(self, storage: Storage) -> Written:
         with self.context.memory.phase("checkpoint"):
             snapshot, record = self.context.state.snapshot(), {FILE: self.applied.to_json()}
-        return in_background(lambda: snapshot.write(storage, self._writers, record), "checkpoint")
+        return self._writers.begin(lambda writers: snapshot.write(storage, writers, record))
 
     def _load(self, storage: Storage, files: Sequence[StoredFile]) -> None:
         mine = files[self.group.rank :: self.group.world_size]
-        self.group.agree(lambda: verify(storage, mine, self.context.progressed))
+        self.group.agree_on_pieces(verify_pieces(storage, mine), self.context.progressed)
         applied = self.group.agree(lambda: Applied.read(storage))
         index = self.group.agree(lambda: read_index(storage))
         # Versions never go back, also when a running actor is set back.

@@ -1,0 +1,69 @@
+"""Ranks that are apart for longer than usual: in pieces of one work, and in the writing of checkpoints."""
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from rolecall.errors import CheckpointMismatchError, StorageUnavailableError
+from rolecall.training.ranks import command_group
+from rolecall.training.ranks.command_group import CommandGroup
+from rolecall.training.ranks.writers import Writers
+from tests.forks import run_ranks
+
+APART_S = 2.0
+"""What is too long for a group in these tests; COMMAND_TIMEOUT_S else."""
+
+
+def meet(folder: Path, rank: int) -> CommandGroup:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    return CommandGroup.of_default()
+
+
+def in_pieces(folder: Path, rank: int) -> None:
+    command_group._PIECES_S = 0.1
+    group, told = meet(folder, rank), list[float]()
+
+    def pieces(*, fails: bool) -> Iterator[None]:
+        for _ in range(10 if rank else 0):
+            time.sleep(0.05)
+            yield
+        if rank and fails:
+            raise CheckpointMismatchError("this rank's file is not what was written")
+
+    group.agree_on_pieces(pieces(fails=False), lambda: told.append(time.monotonic()))
+    assert len(told) >= 3, "a rank without pieces must be seen to get on while the other does"
+    with pytest.raises(CheckpointMismatchError, match="is not what was written"):
+        group.agree_on_pieces(pieces(fails=True), lambda: None)
+    assert group.sum(np.array([1.0]))[0] == 2, "the ranks go on together"
+
+
+def test_a_rank_without_pieces_is_seen_to_get_on_while_the_others_work(tmp_path: Path) -> None:
+    run_ranks(tmp_path, 2, in_pieces, tmp_path)
+
+
+def write_apart(folder: Path, rank: int) -> None:
+    group = meet(folder, rank)
+    command_group.COMMAND_TIMEOUT_S = APART_S
+    writers = Writers(group)
+
+    def write(theirs: CommandGroup, late_s: float) -> float:
+        time.sleep(late_s if rank else 0.0)
+        return float(theirs.sum(np.array([1.0]))[0])
+
+    assert writers.begin(lambda theirs: write(theirs, 0.0)).result(60) == 2
+    late = writers.begin(lambda theirs: write(theirs, 3 * APART_S))
+    with pytest.raises(StorageUnavailableError, match=r"the ranks were more than 3600 s apart in writing a checkpoint"):
+        late.result(60)
+    assert group.sum(np.array([1.0]))[0] == 2, "the steps go on"
+    assert writers.begin(lambda theirs: write(theirs, 0.0)).result(60) == 2, "so do checkpoints"
+
+
+def test_ranks_whose_disks_were_too_far_apart_write_the_next_checkpoint(tmp_path: Path) -> None:
+    run_ranks(tmp_path, 2, write_apart, tmp_path)
