@@ -263,9 +263,9 @@ async def serving(servicer: Honest) -> AsyncIterator[str]:
         await server.drain(0.0)
 
 
-async def start_small() -> tuple[grpc.aio.Server, str]:
-    """A server that reads small requests alone; it and its address."""
-    server = grpc.aio.server(interceptors=[ServerCalls()], options=[("grpc.max_receive_message_length", 2**20)])
+async def start_bare(*options: tuple[str, Any]) -> tuple[grpc.aio.Server, str]:
+    """A server with gRPC's defaults but for these options; it and its address."""
+    server = grpc.aio.server(interceptors=[ServerCalls()], options=options)
     environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(Honest(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

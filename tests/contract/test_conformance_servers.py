@@ -82,7 +82,7 @@ async def test_an_address_that_serves_neither_contract_is_told() -> None:
 
 async def test_an_environment_whose_server_reads_small_requests_or_is_not_serving_is_found(tmp_path: Path) -> None:
     rows = read_file(written(tmp_path, *ROWS))
-    small, address = await environment_honest.start_small()
+    small, address = await environment_honest.start_bare(("grpc.max_receive_message_length", 2**20))
     assert broken(await examine_environment(Peer(address), rows)) == ["calls.bytes"]
     await small.stop(0.0)
     server = Server(RpcSection(), "127.0.0.1:0", client_certificates=False)
@@ -91,6 +91,13 @@ async def test_an_environment_whose_server_reads_small_requests_or_is_not_servin
     report = await examine_environment(Peer(await server.start()), rows)
     await server.drain(0.0)
     assert broken(report) == ["calls.health"]
+
+
+async def test_an_environment_whose_server_has_grpcs_own_limit_keeps_every_rule(tmp_path: Path) -> None:
+    bare, address = await environment_honest.start_bare()
+    report = await examine_environment(Peer(address), read_file(written(tmp_path, *ROWS)))
+    await bare.stop(0.0)
+    assert broken(report) == [], report.text()
 
 
 async def test_a_server_that_reads_small_requests_alone_is_found() -> None:

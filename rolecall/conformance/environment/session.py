@@ -65,7 +65,7 @@ class Run:
 
 
 class Episode:
-    """A session that the kit names and perhaps opens. Each method makes one call."""
+    """A session that the kit names and perhaps opens. Each method but `turn` makes one call."""
 
     def __init__(self, session: "EnvironmentSession", row: Row, group: str, fence: int, name: str) -> None:
         self.row = row
@@ -81,11 +81,13 @@ class Episode:
         )
         return self._session.stub.Reset(request, timeout=self._session.reset_s)
 
+    def turn(self, turn: int, text: str) -> environment_pb2.StepRequest:
+        """The request of a turn."""
+        return environment_pb2.StepRequest(session=self.name, turn=turn, action=environment_pb2.Action(text=text))
+
     def step(self, turn: int, text: str) -> Call:
         """Calls Step."""
-        action = environment_pb2.Action(text=text)
-        request = environment_pb2.StepRequest(session=self.name, turn=turn, action=action)
-        return self._session.stub.Step(request, timeout=self._session.step_s)
+        return self._session.stub.Step(self.turn(turn, text), timeout=self._session.step_s)
 
     def run(self, script: Script, *, longer_s: float = 0.0) -> Call:
         """Calls RunEpisode, for a policy by its key, with so much time more than runs have."""
