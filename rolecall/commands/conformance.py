@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,6 +35,7 @@ def conformance(arguments: argparse.Namespace, out: TextIO) -> int:
     service = peer(arguments.address, ca_file=arguments.ca_file, folder=arguments.tls, token=token)
     if arguments.timeout <= 0 or arguments.load_seconds < 0 or arguments.tolerance < 0:
         raise ConfigError("--timeout must be more than 0, --load-seconds and --tolerance no less than 0")
+    logging.getLogger("grpc._common").setLevel(logging.CRITICAL)  # of answers that are no messages the report tells
     options = Options(
         timeout_s=arguments.timeout,
         tolerance=arguments.tolerance,

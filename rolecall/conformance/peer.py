@@ -2,21 +2,42 @@
 what the server does is seen as it is.
 """
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
 from rolecall.address import is_loopback
-from rolecall.errors import ConfigError, RoleCallError
+from rolecall.errors import ConfigError
 from rolecall.rpc import status, tls
+from rolecall.rpc.client_calls import UNREADABLE
 from rolecall.rpc.options import MAX_MESSAGE_BYTES
 
 T = TypeVar("T")
 CONNECT_S = 5.0
 """Deadline of the first call: an address where nobody answers is told within it."""
+
+
+class ReadableCalls(grpc.aio.UnaryUnaryClientInterceptor):
+    """The end of a call whose answer cannot be parsed: INTERNAL, as of any other call that failed."""
+
+    async def intercept_unary_unary(
+        self,
+        continuation: Callable[[grpc.aio.ClientCallDetails, Any], Any],
+        client_call_details: grpc.aio.ClientCallDetails,
+        request: Any,
+    ) -> Any:
+        call = await continuation(client_call_details, request)  # bounded: each call names its deadline
+        try:
+            answer = await call  # bounded: each call names its deadline
+        except grpc.aio.AioRpcError:
+            return call
+        if answer is None:
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, f"it answered {UNREADABLE}")
+        return call
 
 
 @dataclass(frozen=True)
@@ -39,26 +60,28 @@ class Peer:
         ]
         if is_loopback(self.address):
             options.append(("grpc.enable_http_proxy", 0))
+        calls = [ReadableCalls()]
         if self.credentials is None:
-            return grpc.aio.insecure_channel(self.address, options)  # bounded: each call names its deadline
+            return grpc.aio.insecure_channel(
+                self.address, options, interceptors=calls
+            )  # bounded: each call names its deadline
         credentials = self.credentials
         token = self.token
         if token is not None and with_token:
             credentials = tls.with_bearer_token(credentials, lambda: token)
-        return grpc.aio.secure_channel(self.address, credentials, options)  # bounded: each call names its deadline
+        return grpc.aio.secure_channel(
+            self.address, credentials, options, interceptors=calls
+        )  # bounded: each call names its deadline
 
 
-async def told(call: Awaitable[T | None], address: str, method: str) -> T:
+async def told(call: Awaitable[T], address: str, method: str) -> T:
     """The answer to a call; a RoleCallError where there is none, or none that can be read."""
     try:
-        answer = await call  # bounded: by its deadline
+        return await call  # bounded: by its deadline
     except grpc.aio.AioRpcError as error:
         raise status.to_error(
             error.code(), error.details(), error.trailing_metadata(), target=address, method=method
         ) from error
-    if answer is None:
-        raise RoleCallError(f"{address} answered {method} with bytes that are no such answer")
-    return answer
 
 
 def peer(address: str, *, ca_file: str | None, folder: Path | None, token: str | None) -> Peer:

@@ -16,6 +16,9 @@ from rolecall.rpc import deadlines, status
 from rolecall.rpc.callers import callers_of
 from rolecall.rpc.tokens import HEADER
 
+UNREADABLE = "bytes that are not its message; most often a text in it is no UTF-8, as when an emoji was cut in two"
+"""What a server answered that ended a call with OK and whose answer cannot be parsed; gRPC returns None for it."""
+
 
 class _Calls:
     def __init__(self, target: str, default_timeout_s: float, token: str | None = None) -> None:
@@ -64,11 +67,9 @@ class UnaryCalls(_Calls, grpc.aio.UnaryUnaryClientInterceptor):
             response = await call  # bounded: by the deadline that it was given above
         except AioRpcError as error:
             raise self._to_error(error, client_call_details) from error
-        if response is None:  # what gRPC returns, with status OK, for bytes that it cannot parse
+        if response is None:
             method = _name(client_call_details)
-            raise RoleCallError(
-                f"{self._target} answered {method} with bytes that are not its message", target=self._target
-            )
+            raise RoleCallError(f"{self._target} answered {method} with {UNREADABLE}", target=self._target)
         return response
 
 

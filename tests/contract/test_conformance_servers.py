@@ -13,6 +13,8 @@ from xml.etree import ElementTree
 
 import grpc
 import pytest
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
 from rolecall.commands.conformance import examine, examine_environment, examine_scorer
 from rolecall.conformance.environment.rows import own_rows, read_file
@@ -20,12 +22,14 @@ from rolecall.conformance.peer import Peer, peer
 from rolecall.conformance.report import junit
 from rolecall.conformance.reward.pool import own_pool
 from rolecall.conformance.reward.session import Options
-from rolecall.errors import ConfigError, VersionMismatchError
+from rolecall.environment.client import open_environment
+from rolecall.errors import ConfigError, EpisodeLostError, VersionMismatchError
 from rolecall.reward import SERVICE_NAME, Scorer, description, new_server, one_by_one
 from rolecall.rpc.listening import rpc_section
 from rolecall.rpc.server import Server
-from rolecall.settings import RpcSection
-from rolecall.v1 import environment_pb2_grpc, reward_pb2, reward_pb2_grpc
+from rolecall.rpc.server_calls import ServerCalls
+from rolecall.settings import EnvironmentSection, RpcSection
+from rolecall.v1 import environment_pb2, environment_pb2_grpc, reward_pb2, reward_pb2_grpc
 from tests.contract import environment_honest
 from tests.contract.environment_peers import environment as counting
 from tests.contract.kits import QUICK, ROOT, ROWS, UNLISTED, broken, skipped, written
@@ -241,6 +245,61 @@ async def test_a_server_that_loses_the_calls_that_it_has_is_found(kind: str) -> 
         options = Options(timeout_s=60.0, load_s=0.0, abandoned_work_s=0.01, slack_s=60.0, drain_pid=pid)
         report = await examine_scorer(Peer(address), own_pool(), options)
     assert broken(report) == (["calls.drain"] if kind == "liar" else []), report.text()
+
+
+CUT = "CUT"
+"""The text in whose place an answer has three of an emoji's four bytes: it is no message any more."""
+
+
+@asynccontextmanager
+async def cutting(file: Any, service: str, servicer: Any) -> AsyncIterator[str]:
+    """A server of a service of a proto file's module, which does not see what it sends."""
+
+    def cut(answer: Any) -> bytes:
+        return bytes(answer.SerializeToString().replace(CUT.encode(), "\N{GRINNING FACE}".encode()[:3]))
+
+    def handler(method: MethodDescriptor) -> "grpc.RpcMethodHandler[Any, Any]":
+        read = GetMessageClass(method.input_type).FromString
+        return grpc.unary_unary_rpc_method_handler(getattr(servicer, method.name), read, cut)
+
+    described = file.DESCRIPTOR.services_by_name[service]
+    methods = {method.name: handler(method) for method in described.methods}
+    server = grpc.aio.server(interceptors=[ServerCalls()])
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(described.full_name, methods)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(0.0)
+
+
+async def test_an_answer_that_is_no_message_breaks_the_rule_that_is_looked_at_and_is_explained(tmp_path: Path) -> None:
+    def cut_grade(closed: environment_pb2.CloseResponse) -> None:
+        closed.reward.answer = CUT
+
+    honest = environment_honest.Honest()
+    honest.change_grade = cut_grade
+    async with cutting(environment_pb2, "EnvironmentService", honest) as address:
+        played = await examine_environment(Peer(address), read_file(written(tmp_path, *ROWS)))
+        client = open_environment(EnvironmentSection(address=address), RpcSection())
+        await client.describe()
+        session = client.session("run/group/0/token", "run/group", 1)
+        await session.reset(environment_pb2.Task(), 1)
+        with pytest.raises(EpisodeLostError, match=r"bytes that are not its message; .* no UTF-8"):
+            await session.grade()
+        await client.close()
+
+    def cut_answers(request: reward_pb2.ScoreRequest, response: reward_pb2.ScoreResponse) -> None:
+        for item, result in zip(request.items, response.results, strict=True):
+            if item.id == "long":
+                result.reward.answer = CUT
+
+    scorer = Honest()
+    scorer.lie = cut_answers
+    async with cutting(reward_pb2, "RewardService", scorer) as address:
+        scored = await examine_scorer(Peer(address), own_pool(), QUICK)
+    for report, rule in ((played, "close.grade"), (scored, "item.long")):
+        assert broken(report) == [rule]
+        assert "bytes that are not its message" in " ".join(report.text().split())
 
 
 DYING = """

@@ -81,7 +81,7 @@ async def _keep_calling(session: RewardSession, request: reward_pb2.ScoreRequest
             await asyncio.sleep(REFUSED_PAUSE_S)
             continue
         laps.seconds.append(time.monotonic() - started)
-        if response is None or {result.id for result in response.results} != wanted:
+        if {result.id for result in response.results} != wanted:
             laps.problem = "an answer does not belong to its request"
 
 

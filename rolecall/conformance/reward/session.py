@@ -12,7 +12,7 @@ import grpc
 from rolecall.conformance.peer import CONNECT_S, Peer, told
 from rolecall.conformance.report import Load
 from rolecall.conformance.reward.pool import Pool
-from rolecall.errors import RateLimitedError, RoleCallError, ScorerError
+from rolecall.errors import RateLimitedError, RoleCallError
 from rolecall.rpc import status
 from rolecall.scoring.backoff import RateLimit
 from rolecall.scoring.exchange import cut, only
@@ -121,8 +121,6 @@ class RewardSession:
                 continue
             self._limit.answered()
             self._num_answered += 1
-            if response is None:
-                raise ScorerError("it answered bytes that are not a ScoreResponse")
             return response
 
     async def _call(self, request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreResponse:
