@@ -112,7 +112,7 @@ def believe_answer(response: environment_pb2.StepResponse, spec: environment_pb2
     if problem is None and response.state == CONTINUES and not response.messages:
         problem = "says that the episode goes on, and answered no message that the policy could read"
     if problem is None and response.state == CONTINUES:
-        problem = _turn_reward_problem(response, spec)
+        problem = turn_reward_problem(response, spec)
     elif problem is None:
         problem = reward_problem(response, spec)
     if problem:
@@ -144,9 +144,12 @@ def reward_problem(
     return scores.value_problem(given, described) or scores.components_problem(given, described)
 
 
-def _turn_reward_problem(
+def turn_reward_problem(
     response: environment_pb2.StepResponse, spec: environment_pb2.DescribeEnvironmentResponse
 ) -> str | None:
+    """Returns what is wrong with the reward of a turn after which the episode goes on, as the end of a sentence; None
+    when nothing is.
+    """
     if not response.HasField("reward"):
         return None
     if not spec.turn_rewards:
@@ -161,12 +164,18 @@ def _messages_problem(messages: Sequence[environment_pb2.Observation], roles: Se
     for message in messages:
         if message.role not in roles:
             return f"answered a message of the role {message.role!r}; it declares {sorted(roles)}"
-        kinds = {part.WhichOneof("part") for part in message.parts}
-        if "image" in kinds:
-            return "answered an image, which this release does not read; answer text"
-        if kinds != {"text"}:
-            return "answered a message without text"
+        problem = parts_problem(message)
+        if problem:
+            return problem
     return None
+
+
+def parts_problem(message: environment_pb2.Observation) -> str | None:
+    """Returns what is wrong with the parts of a message, as the end of a sentence; None when all are text."""
+    kinds = {part.WhichOneof("part") for part in message.parts}
+    if "image" in kinds:
+        return "answered an image, which this release does not read; answer text"
+    return None if kinds == {"text"} else "answered a message without text"
 
 
 def schema_problem(tool: environment_pb2.Tool) -> str | None:

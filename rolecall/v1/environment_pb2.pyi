@@ -309,7 +309,7 @@ class Part(_message.Message):
     """Text."""
     @_builtins.property
     def image(self) -> Global___ImagePart:
-        """An image, which no release reads yet: an answer with one fails its episode in words."""
+        """An image: an answer with one fails its episode in words."""
 
     def __init__(
         self,

@@ -169,6 +169,11 @@ def a_message_is_empty(answer: Answer) -> None:
     del answer.messages[0].parts[:]
 
 
+@LIARS.changing("message.parts", "change_opening")
+def the_first_message_has_an_image(opening: Opening) -> None:
+    opening.messages[0].parts.add().image.media_type = "image/png"
+
+
 @LIARS.changing("tool.name", "change_opening")
 def two_tools_share_a_name(opening: Opening) -> None:
     opening.tools.add(name="look", input_schema="{}")
@@ -210,6 +215,12 @@ def a_turn_s_reward_has_components(answer: Answer) -> None:
 def a_turn_s_reward_is_nan(answer: Answer) -> None:
     if goes_on(answer):
         answer.reward.value = math.nan
+
+
+@LIARS.changing("reward.turns", "change_answer")
+def a_turn_s_reward_is_no_float32(answer: Answer) -> None:
+    if goes_on(answer):
+        answer.reward.value = 1e39
 
 
 @LIARS.changing("reward.end", "change_answer")

@@ -2,12 +2,17 @@
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from rolecall.conformance.check import Verdict, failed, passed, skipped
 from rolecall.conformance.environment.contract import CONTRACT, REWARDS, TURNS
-from rolecall.conformance.environment.session import OVER, EnvironmentSession, short
-from rolecall.environment.answers import CONTINUES, roles_of, schema_problem, scored_by
+from rolecall.conformance.environment.session import OVER, EnvironmentSession
+from rolecall.environment.answers import (
+    CONTINUES,
+    parts_problem,
+    roles_of,
+    schema_problem,
+    scored_by,
+    turn_reward_problem,
+)
 from rolecall.scoring.scores import components_problem, value_problem
 from rolecall.v1 import environment_pb2, reward_pb2, trajectory_pb2
 
@@ -61,13 +66,14 @@ async def roles(session: EnvironmentSession) -> Verdict:
     return passed(", ".join(declared))
 
 
-@CONTRACT.rule("message.parts", "Part.part", "Exactly one.", TURNS)
+@CONTRACT.rule("message.parts", "Part.part", "Exactly one, and text: no release reads images yet.", TURNS)
 async def parts(session: EnvironmentSession) -> Verdict:
-    """Looks for parts that hold nothing."""
+    """Looks for parts that are not text."""
     for where, messages in await _messages(session):
         for message in messages:
-            if not message.parts or any(part.WhichOneof("part") is None for part in message.parts):
-                return failed(f"{where}: a message with a part of no kind, or without any")
+            problem = parts_problem(message)
+            if problem:
+                return failed(f"{where}: it {problem}")
     return passed()
 
 
@@ -130,10 +136,9 @@ async def turn_rewards(session: EnvironmentSession) -> Verdict:
     for where, answer in await _turns(session):
         if answer.state != CONTINUES or not answer.HasField("reward"):
             continue
-        if not session.spec.turn_rewards:
-            return failed(f"{where}: a reward, and it declares no turn_rewards")
-        if answer.reward.components or answer.reward.HasField("answer") or not np.isfinite(answer.reward.value):
-            return failed(f"{where}: the reward {short(answer)}")
+        problem = turn_reward_problem(answer, session.spec)
+        if problem:
+            return failed(f"{where}: it {problem}")
         num += 1
     return passed(f"{num} rewards" if session.spec.turn_rewards else "none, as declared")
 
