@@ -76,6 +76,22 @@ async def test_both_contracts_at_one_address_get_a_report_each() -> None:
     assert [suite.get("failures") for suite in ElementTree.fromstring(junit(reports))] == ["0", "0"]
 
 
+class Hanging(environment_honest.Honest):
+    """Its turns have no end."""
+
+    async def take(self, kept: environment_honest.Kept, request: Any) -> Any:
+        return await asyncio.Event().wait()
+
+
+async def test_a_call_that_hangs_is_left_after_the_time_that_the_environment_names(tmp_path: Path) -> None:
+    hanging = Hanging()
+    hanging.spec.step_timeout_s = hanging.spec.close_timeout_s = 0.3
+    async with environment_honest.serving(hanging) as address, asyncio.timeout(60):
+        report = await examine_environment(Peer(address), read_file(written(tmp_path, *ROWS)))
+    assert "step.order" in broken(report)
+    assert "DEADLINE_EXCEEDED" in report.text()
+
+
 async def test_an_address_that_serves_neither_contract_is_told() -> None:
     server = Server(RpcSection(), "127.0.0.1:0", client_certificates=False)
     address = await server.start()

@@ -26,6 +26,11 @@ AWAY_PAUSE_S = 0.1
 so that one waits 3 s at most while nobody is answered.
 """
 
+LONGEST_PAUSE_S = 20.0
+"""A call that is to wait for longer is made again then, so that one is given up within some two minutes while no other
+is answered.
+"""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -98,7 +103,7 @@ class RewardSession:
         loop = asyncio.get_running_loop()
         num_left, num_answered = MAX_ATTEMPTS, self._num_answered
         while True:
-            await asyncio.sleep(max(0.0, self._limit.pause_s()))
+            await asyncio.sleep(min(LONGEST_PAUSE_S, max(0.0, self._limit.pause_s())))
             called_at = loop.time()
             try:
                 response = await self._call(request)
