@@ -133,7 +133,7 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
             raise FencedError("a newer claim was here")
 
     def check_places(self) -> None:
-        if len(self.open) >= self.spec.max_sessions:
+        if 0 < self.spec.max_sessions <= len(self.open):
             raise RateLimitedError("no place is free")
 
     async def boot(self, request: ResetCall) -> Opening:

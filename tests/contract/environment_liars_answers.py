@@ -124,6 +124,18 @@ class Crowded(Honest):
             raise RateLimitedError("no place is free")
 
 
+@LIARS.being("describe.sessions")
+class Shut(Honest):
+    """It says that it has no limit, and has no place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spec.max_sessions = 0
+
+    def check_places(self) -> None:
+        raise RateLimitedError("no place is free")
+
+
 @LIARS.being("close.place")
 class Leaking(Honest):
     """Closed sessions keep their places."""

@@ -45,7 +45,8 @@ class Sessions {
     if (this.closed.has(request.session)) throw failure('NOT_FOUND', 'this session was closed');
     const fence = BigInt(request.fence);
     if (fence < this.noteFence(request.group, fence)) throw failure('FAILED_PRECONDITION', 'a newer claim was here');
-    if (this.open.size >= this.described.max_sessions) throw failure('RESOURCE_EXHAUSTED', 'all sessions are open');
+    const most = this.described.max_sessions || Infinity; // 0: no limit
+    if (this.open.size >= most) throw failure('RESOURCE_EXHAUSTED', 'all sessions are open');
     const session = { group: request.group, fence, turn: 0n, numCalls: 0, env: this.make() };
     session.booting = this.work(session, () => session.env.reset(request.task, BigInt(request.seed)));
     this.open.set(request.session, session);

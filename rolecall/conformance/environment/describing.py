@@ -13,6 +13,8 @@ from rolecall.v1 import environment_pb2, environment_pb2_grpc
 
 MOST_SESSIONS = 128
 """More sessions at a time are not tried out."""
+UNLIMITED_SESSIONS = 4
+"""Sessions at a time that one without a limit of its own must open."""
 NUM_ASKED = 8
 """Times that Describe is asked at once, on each of two connections."""
 
@@ -30,8 +32,6 @@ async def usable(session: EnvironmentSession) -> Verdict:
 
 def _too_many(session: EnvironmentSession) -> Verdict | None:
     num = session.spec.max_sessions
-    if num == 0:
-        return skipped("it names no limit")
     return skipped(f"{num} sessions at a time are not tried out") if num > MOST_SESSIONS else None
 
 
@@ -42,8 +42,8 @@ def _too_many(session: EnvironmentSession) -> Verdict | None:
     ("describe.usable",),
 )
 async def sessions(session: EnvironmentSession) -> Verdict:
-    """Opens as many sessions at once as it says it has places."""
-    return _too_many(session) or unless(await filled(session), f"{session.spec.max_sessions} at a time")
+    """Opens as many sessions at once as it says it has places; UNLIMITED_SESSIONS where it names no limit."""
+    return _too_many(session) or unless(await filled(session), f"{_num_places(session)} at a time")
 
 
 @CONTRACT.rule(
@@ -54,12 +54,16 @@ async def sessions(session: EnvironmentSession) -> Verdict:
 )
 async def place(session: EnvironmentSession) -> Verdict:
     """Opens as many once more, after all were closed."""
-    return _too_many(session) or unless(await filled(session), f"{session.spec.max_sessions} again")
+    return _too_many(session) or unless(await filled(session), f"{_num_places(session)} again")
+
+
+def _num_places(session: EnvironmentSession) -> int:
+    return session.spec.max_sessions or UNLIMITED_SESSIONS
 
 
 async def filled(session: EnvironmentSession) -> str | None:
-    """Fills every place at once, and empties them; returns what went wrong."""
-    async with session.episodes(session.spec.max_sessions) as episodes:
+    """Fills every place at once, or UNLIMITED_SESSIONS, and empties them; returns what went wrong."""
+    async with session.episodes(_num_places(session)) as episodes:
         opening = [asyncio.create_task(session.opened(episode)) for episode in episodes]
         await asyncio.wait(opening)  # bounded: by the calls' deadline
         for number, task in enumerate(opening, 1):
@@ -78,7 +82,7 @@ async def filled(session: EnvironmentSession) -> str | None:
 )
 async def full(session: EnvironmentSession) -> Verdict:
     """Asks for one session more than there are places, and again when one is free."""
-    unseen = _too_many(session)
+    unseen = _too_many(session) if session.spec.max_sessions else skipped("it names no limit")
     if unseen:
         return unseen
     async with session.episodes(session.spec.max_sessions + 1) as (last, *others):
