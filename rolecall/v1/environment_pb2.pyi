@@ -268,7 +268,7 @@ class ResetRequest(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Name of the session, 1 to 512 printable ASCII characters: "<run>/<gid>/<i>/<claim token>", with another for each
-    attempt. Two episodes never share one.
+    attempt. Two episodes never share one. The whole of it tells sessions apart. [session.name]
     """
     group: _builtins.str
     """The group that the session belongs to, "<run>/<gid>"."""

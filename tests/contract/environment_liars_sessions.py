@@ -170,6 +170,28 @@ class Shared(Honest):
         return await super().take(kept, request)
 
 
+@LIARS.being("session.name")
+class Attempted(Honest):
+    """Every attempt at an episode is the same session."""
+
+    async def Reset(self, request: ResetCall, context: Any) -> Opening:
+        request.session = without_claim(request.session)
+        return await super().Reset(request, context)
+
+    async def Step(self, request: StepCall, context: Any) -> Answer:
+        request.session = without_claim(request.session)
+        return await super().Step(request, context)
+
+    async def Close(self, request: CloseCall, context: Any) -> Closed:
+        request.session = without_claim(request.session)
+        return await super().Close(request, context)
+
+
+def without_claim(name: str) -> str:
+    """Returns a session's name up to its index in the group."""
+    return name.rpartition("/")[0]
+
+
 @LIARS.being("session.unknown")
 class Welcoming(Honest):
     """A turn of a session that it does not know is a conflict."""

@@ -59,7 +59,7 @@ async def apart(session: EnvironmentSession) -> Verdict:
     if session.spec.max_sessions == 1:
         return skipped("it has one session at a time")
     play = await session.longest()
-    async with session.episode(play.row) as one, session.episode(play.row) as other:
+    async with session.episode(play.row) as one, session.episode(play.row, one, index=1) as other:
         await one.reset()
         await other.reset()
         goes_on = True
@@ -69,6 +69,22 @@ async def apart(session: EnvironmentSession) -> Verdict:
             if not session.is_as_before(play, turn, await one.step(turn, text)):
                 return failed(f"turn {turn} was another while a second session was played")
     return passed(f"{len(play.turns)} turns beside another session")
+
+
+@CONTRACT.rule("session.name", "ResetRequest.session", "The whole of it tells sessions apart.", PLACES)
+async def names(session: EnvironmentSession) -> Verdict:
+    """Begins the next episode of a group and the next attempt at the first, which was closed."""
+    row = session.rows.played[0]
+    async with session.episode(row) as first:
+        await first.reset()
+        await first.close()
+        for index, fence in ((1, 1), (0, 2)):
+            async with session.episode(row, first, index=index, fence=fence) as other:
+                what = f"after {first.name} was closed, the Reset of {other.name}"
+                problem = await _ends(other.reset(), grpc.StatusCode.OK, what)
+                if problem:
+                    return failed(problem)
+    return passed("3 of one group")
 
 
 @CONTRACT.rule(
@@ -117,7 +133,7 @@ async def reset_late(session: EnvironmentSession) -> Verdict:
     "EnvironmentService.Reset",
     "FAILED_PRECONDITION (FENCED) for a fence lower than CloseOlder or Reset named of the group, for lease_s at the "
     "least.",
-    PLACES,
+    (*PLACES, "session.name"),
 )
 async def fenced(session: EnvironmentSession) -> Verdict:
     """Calls Reset for claims that are older than one that was named."""

@@ -177,11 +177,14 @@ class EnvironmentSession:
         return self.spec.close_timeout_s or CLOSE_S
 
     @asynccontextmanager
-    async def episode(self, row: Row, of: Episode | None = None, *, fence: int = 1) -> AsyncIterator[Episode]:
-        """A session for `row`, in the group of another one or its own, which is closed in the end."""
-        number = next(self._numbers)
-        group = of.group if of is not None else f"{self._run}/{number}"
-        episode = Episode(self, row, group, fence, f"{group}/{number}/kit-{fence}")
+    async def episode(
+        self, row: Row, of: Episode | None = None, *, index: int = 0, fence: int = 1
+    ) -> AsyncIterator[Episode]:
+        """A session for `row`, which is closed in the end: of the group of another one or its own, named as a run does,
+        by its index in the group and the claim.
+        """
+        group = of.group if of is not None else f"{self._run}/{next(self._numbers)}"
+        episode = Episode(self, row, group, fence, f"{group}/{index}/kit-{fence}")
         try:
             yield episode
         finally:
