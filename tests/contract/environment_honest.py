@@ -27,7 +27,7 @@ from rolecall.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 
 SERVICE_NAME = "rolecall.v1.EnvironmentService"
 NUM_TURNS = 4
-"""Turns of an episode."""
+"""Turns of an episode, unless a liar says otherwise."""
 NUM_TASKS = 20
 """Tasks of its split "train"."""
 WORK_S = 0.02
@@ -70,6 +70,7 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
 
     def __init__(self, lease_s: float = 600.0, work_s: float = 0.0) -> None:
         self.work_s = work_s
+        self.num_turns = NUM_TURNS
         self.spec = Spec(
             name="honest",
             reward=component_spec("", 0, 1),
@@ -163,7 +164,7 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
 
     def is_due(self, kept: Kept, request: StepCall) -> bool:
         assert kept.answering is None or kept.answering.done()
-        return request.turn == kept.turn + 1 and kept.turn < NUM_TURNS
+        return request.turn == kept.turn + 1 and kept.turn < self.num_turns
 
     async def take(self, kept: Kept, request: StepCall) -> Answer:
         await asyncio.sleep(self.work_s)
@@ -183,13 +184,13 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
         text = f"{len(kept.said)}: {len(''.join(kept.said))} characters, seed {kept.request.seed}"
         answer = Answer(messages=[message("tool", text)], state=State.EPISODE_STATE_CONTINUES)
         answer.reward.value = 0.125
-        if len(kept.said) == NUM_TURNS:
+        if len(kept.said) == self.num_turns:
             answer.state = State.EPISODE_STATE_TERMINATED
             answer.reward.CopyFrom(self.reward(kept))
         return answer
 
     def reward(self, kept: Kept) -> trajectory_pb2.EpisodeReward:
-        return trajectory_pb2.EpisodeReward(value=len(kept.said) / NUM_TURNS, components={"style": -0.5})
+        return trajectory_pb2.EpisodeReward(value=len(kept.said) / self.num_turns, components={"style": -0.5})
 
     async def Close(self, request: CloseCall, context: Any) -> Closed:
         kept = self.open.pop(request.session, None)

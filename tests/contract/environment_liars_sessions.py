@@ -8,7 +8,6 @@ from typing import Any
 from rolecall.errors import FencedError, RoleCallError, SessionLostError, TurnConflictError
 from tests.contract.environment_honest import (
     LEASE_S,
-    NUM_TURNS,
     WORK_S,
     Answer,
     CloseCall,
@@ -34,6 +33,18 @@ class FromZero(Honest):
 
     def is_due(self, kept: Kept, request: StepCall) -> bool:
         return request.turn == len(kept.said)
+
+
+@LIARS.being("step.order")
+class Lexical(Honest):
+    """Turns are compared as the strings that they are read as."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_turns = 12
+
+    def is_due(self, kept: Kept, request: StepCall) -> bool:
+        return super().is_due(kept, request) and str(request.turn) > str(kept.turn)
 
 
 @LIARS.being("step.repeated")
@@ -94,7 +105,7 @@ class Skipping(Honest):
     """Turns may be left out."""
 
     def is_due(self, kept: Kept, request: StepCall) -> bool:
-        return request.turn > kept.turn and kept.turn < NUM_TURNS
+        return request.turn > kept.turn and kept.turn < self.num_turns
 
 
 @LIARS.being("step.conflict")
@@ -236,6 +247,16 @@ class HalfFenced(Honest):
             raise FencedError("a newer claim was here")
 
 
+@LIARS.being("reset.fenced")
+class LexicallyFenced(Honest):
+    """Fences are compared as the strings that they are read as."""
+
+    def check_fence(self, request: ResetCall) -> None:
+        if str(request.fence) < str(self.fences.get(request.group, 0)):
+            raise FencedError("a newer claim was here")
+        self.fences[request.group] = request.fence
+
+
 @LIARS.being("reset.task")
 class Hopeful(Honest):
     """A task that cannot be begun is a failure like any other."""
@@ -252,6 +273,14 @@ class Deaf(Honest):
 
     def is_older(self, kept: Kept, request: OlderCall) -> bool:
         return False
+
+
+@LIARS.being("older.closed")
+class LexicallyDeaf(Honest):
+    """Fences are compared as the strings that they are read as."""
+
+    def is_older(self, kept: Kept, request: OlderCall) -> bool:
+        return kept.request.group == request.group and str(kept.request.fence) < str(request.fence)
 
 
 @LIARS.being("older.others")

@@ -136,19 +136,22 @@ async def reset_late(session: EnvironmentSession) -> Verdict:
     (*PLACES, "session.name"),
 )
 async def fenced(session: EnvironmentSession) -> Verdict:
-    """Calls Reset for claims that are older than one that was named."""
-    row = session.rows.played[0]
-    async with session.episode(row, fence=5) as first:
+    """Calls Reset for claims that are older than one that was named, by numbers that text would order otherwise."""
+    row, refused = session.rows.played[0], grpc.StatusCode.FAILED_PRECONDITION
+    async with session.episode(row, fence=9) as first:
         await first.reset()
-        async with session.episode(row, first, fence=4) as older:
-            problem = await _ends(
-                older.reset(), grpc.StatusCode.FAILED_PRECONDITION, "fence 4 after a Reset of fence 5"
-            )
+        await first.close()
+        async with session.episode(row, first, fence=10) as newer:
+            problem = await _ends(newer.reset(), grpc.StatusCode.OK, "fence 10 after a Reset of fence 9")
             if problem:
                 return failed(problem)
-        await first.close_older(8)
-        async with session.episode(row, first, fence=7) as older:
-            problem = await _ends(older.reset(), grpc.StatusCode.FAILED_PRECONDITION, "fence 7 after CloseOlder of 8")
+            async with session.episode(row, first, fence=8) as older:
+                problem = await _ends(older.reset(), refused, "fence 8 after a Reset of fence 10")
+                if problem:
+                    return failed(problem)
+        await first.close_older(100)
+        async with session.episode(row, first, fence=99) as older:
+            problem = await _ends(older.reset(), refused, "fence 99 after CloseOlder of 100")
             if problem:
                 return failed(problem)
     return passed("FAILED_PRECONDITION, twice")
@@ -162,9 +165,9 @@ async def fenced(session: EnvironmentSession) -> Verdict:
 )
 async def older_closed(session: EnvironmentSession) -> Verdict:
     """Names a higher fence of the group of an open session."""
-    async with session.episode(session.rows.played[0]) as episode:
+    async with session.episode(session.rows.played[0], fence=9) as episode:
         await episode.reset()
-        await episode.close_older(episode.fence + 1)
+        await episode.close_older(10)
         until = time.monotonic() + CLOSED_S
         while await episode.act(UNDUE).code() is not grpc.StatusCode.NOT_FOUND:  # bounded: by the call's deadline
             if time.monotonic() > until:
@@ -181,13 +184,13 @@ async def older_closed(session: EnvironmentSession) -> Verdict:
 )
 async def older_others(session: EnvironmentSession) -> Verdict:
     """Names the fence of an open session, and a higher one of a group that it is not of."""
-    async with session.episode(session.rows.played[0], fence=5) as episode:
+    async with session.episode(session.rows.played[0], fence=10) as episode:
         await episode.reset()
-        for what, closing in (("its own fence", episode.close_older(5)), ("a lower one", episode.close_older(4))):
+        for what, closing in (("its own fence", episode.close_older(10)), ("a lower one", episode.close_older(9))):
             if (await closing).num_closed:  # bounded: by the call's deadline
                 return failed(f"CloseOlder with {what} says that it closed a session")
         async with session.episode(session.rows.played[0]) as other:
-            await other.close_older(9)
+            await other.close_older(11)
         problem = await _ends(episode.reset(), grpc.StatusCode.OK, "a repeated Reset of a session that was to stay")
         return failed(problem) if problem else passed("one session stayed, thrice")
 

@@ -16,8 +16,10 @@ NUM_OWN = 3
 """Tasks of the kit's own."""
 MAX_ROWS = 16
 """Episodes of a file that are played, the first ones; those that are marked come on top."""
-TEXTS = ("hello", "1", "yes", "left", "42", "I do not know.")
-"""What the policy says in an episode for which nothing else is given."""
+TEXTS = ("hello", "1", "yes", "left", "42", "I do not know.", "2", "no", "right", "again", "stop")
+"""What the policy says in an episode for which nothing else is given: the numbers of its turns come to have two digits,
+which text would order otherwise.
+"""
 _SEED_STEP = 0x9E3779B97F4A7C15
 _SEEDS = 2**63
 
