@@ -192,7 +192,8 @@ class EnvironmentServiceServicer:
 
         - The turn after the last one is taken. The first is 1. [step.order]
         - The last turn with the same action gets the answer that was given, and nothing is done again. [step.repeated] One
-        that is still under way is waited for. [step.attached]
+        that is still under way is waited for. [step.attached] Its answer is kept for as long as the session, whose caller
+        asks again to keep the lease. [step.kept]
         - Any other turn, the last with another action, and any turn after the end: FAILED_PRECONDITION (TURN_CONFLICT),
         and nothing is done. [step.conflict]
         """

@@ -3,6 +3,7 @@ others.
 """
 
 import asyncio
+import time
 from typing import Any
 
 from rolecall.errors import FencedError, RoleCallError, SessionLostError, TurnConflictError
@@ -179,6 +180,21 @@ class Shared(Honest):
         if not kept.said and len(self.open) > 1:
             kept.said = self.last
         return await super().take(kept, request)
+
+
+@LIARS.being("session.apart")
+class Narrow(Honest):
+    """It remembers the answer that it gave last; a turn of another session, repeated, is taken again."""
+
+    last = ""
+
+    async def Step(self, request: StepCall, context: Any) -> Answer:
+        kept = self.open.get(request.session)
+        if kept is not None and self.last != request.session and self.is_repeated(kept, request):
+            kept.turn -= 1
+            kept.answering = None
+        self.last = request.session
+        return await super().Step(request, context)
 
 
 @LIARS.being("session.name")
@@ -365,6 +381,19 @@ class Hasty(Honest):
 
     async def calling(self, kept: Kept, work: "asyncio.Future[T]") -> T:
         return await asyncio.shield(work)
+
+
+@LIARS.being("step.kept", lease_s=LEASE_S)
+class Forgetting(Honest):
+    """It remembers an answer for less than half a lease; then the turn is taken again."""
+
+    async def Step(self, request: StepCall, context: Any) -> Answer:
+        kept = self.open.get(request.session)
+        is_old = kept is not None and time.monotonic() - kept.touched_at > 0.45 * LEASE_S
+        if kept is not None and is_old and self.is_repeated(kept, request):
+            kept.turn -= 1
+            kept.answering = None
+        return await super().Step(request, context)
 
 
 @LIARS.being("session.reaped", lease_s=LEASE_S)

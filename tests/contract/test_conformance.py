@@ -11,7 +11,7 @@ import pytest
 from tests.contract.kits import ENDS, KITS, ROOT, Kit, broken, examined, skipped
 from tests.contract.reward_liars import Honest
 
-WAITED_FOR = ("older.closed", "session.lease", "session.reaped", "run.lease", *ENDS)
+WAITED_FOR = ("older.closed", "session.lease", "step.kept", "session.reaped", "run.lease", *ENDS)
 """Rules whose breaking shows after seconds."""
 
 

@@ -56,6 +56,7 @@ CHECKS: tuple[Check[EnvironmentSession], ...] = (
     calls.large_request,
     describing.stable,
     leases.lease,
+    leases.kept,
     leases.reaped,
 )
 """Every check of an environment that takes turns."""

@@ -2,17 +2,21 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import grpc
+from google.protobuf.message import Message
 
-from rolecall.conformance.check import Verdict, failed, passed, skipped
+from rolecall.conformance.check import Status, Verdict, failed, passed, skipped
 from rolecall.conformance.environment.contract import CONTRACT
 from rolecall.conformance.environment.describing import MOST_SESSIONS
-from rolecall.conformance.environment.session import EnvironmentSession
+from rolecall.conformance.environment.session import Call, EnvironmentSession, same, short
 from rolecall.conformance.environment.turns import REPEATED
 
 LONGEST_LEASE_S = 10.0
 """The end of a longer lease is not waited for."""
+PAUSE = 0.5
+"""The share of a lease between two calls that keep it: the longest pause of RoleCall's own client."""
 SLACK_S = 1.0
 """Seconds after a session must have ended that it may take on a busy machine."""
 
@@ -33,22 +37,57 @@ def too_long(session: EnvironmentSession) -> Verdict | None:
     (*REPEATED, "reset.repeated"),
 )
 async def lease(session: EnvironmentSession) -> Verdict:
-    """Repeats a call for two leases. A pause of the kit's own that was longer than a lease proves nothing."""
+    """Repeats Reset for two leases."""
     unseen = too_long(session)
     if unseen:
         return unseen
-    lease_s, started = session.spec.lease_s, time.monotonic()
     async with session.episode(session.rows.played[0]) as episode:
+        return await _repeated(session.spec.lease_s, await episode.reset(), episode.reset)
+
+
+@CONTRACT.rule(
+    "step.kept",
+    "EnvironmentService.Step",
+    "Its answer is kept for as long as the session, whose caller asks again to keep the lease.",
+    (*REPEATED, "session.lease"),
+)
+async def kept(session: EnvironmentSession) -> Verdict:
+    """Repeats a turn for two leases, and takes the next one."""
+    unseen = too_long(session)
+    if unseen:
+        return unseen
+    play = await session.longest()
+    if len(play.turns) < 2:
+        return skipped("no episode has two turns")
+    text, next_text, *_ = play.row.actions
+    async with session.episode(play.row) as episode:
         await episode.reset()
+        verdict = await _repeated(session.spec.lease_s, await episode.step(1, text), lambda: episode.step(1, text))
+        if verdict.status is not Status.PASSED:
+            return verdict
+        answer = await episode.step(2, next_text)
+        if not session.is_as_before(play, 2, answer):
+            return failed(f"after a turn was repeated for {verdict.seen}, the next one was another: {short(answer)}")
+    return verdict
+
+
+async def _repeated(lease_s: float, first: Message, call: Callable[[], Call]) -> Verdict:
+    """Repeats for two leases a call that was answered `first`. A pause of the kit's own that was longer than a lease
+    proves nothing.
+    """
+    started = ended_at = time.monotonic()
+    while time.monotonic() < started + 2 * lease_s:
+        await asyncio.sleep(PAUSE * lease_s)
+        repeated = call()
+        code = await repeated.code()  # bounded: by the call's deadline
+        paused_s = time.monotonic() - ended_at
+        if code is not grpc.StatusCode.OK:
+            said = f"a call {paused_s:.1f} s after the last one ended with {code.name}"
+            return failed(said) if paused_s < lease_s else skipped(f"{said}, beyond its lease of {lease_s:g} s")
+        again = await repeated  # bounded: it is done
+        if not same(first, again):
+            return failed(f"first {short(first)}, and repeated {paused_s:.1f} s after the last time {short(again)}")
         ended_at = time.monotonic()
-        while time.monotonic() < started + 2 * lease_s:
-            await asyncio.sleep(lease_s / 4)
-            code = await episode.reset().code()  # bounded: by the call's deadline
-            paused_s = time.monotonic() - ended_at
-            if code is not grpc.StatusCode.OK:
-                said = f"a call {paused_s:.1f} s after the last one ended with {code.name}"
-                return failed(said) if paused_s < lease_s else skipped(f"{said}, beyond its lease of {lease_s:g} s")
-            ended_at = time.monotonic()
     return passed(f"{2 * lease_s:g} s")
 
 
