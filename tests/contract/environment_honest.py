@@ -70,7 +70,6 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
 
     def __init__(self, lease_s: float = 600.0, work_s: float = 0.0) -> None:
         self.work_s = work_s
-        self.num_turns = NUM_TURNS
         self.spec = Spec(
             name="honest",
             reward=component_spec("", 0, 1),
@@ -115,6 +114,10 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
         if kept.failed:
             raise RoleCallError("the episode has failed")
         return await self.calling(kept, kept.opening)
+
+    def most_turns(self, kept: Kept) -> int:
+        """Turns of this episode."""
+        return NUM_TURNS
 
     def check_begin(self, request: ResetCall) -> None:
         """Refuses a session that must not be opened."""
@@ -164,7 +167,7 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
 
     def is_due(self, kept: Kept, request: StepCall) -> bool:
         assert kept.answering is None or kept.answering.done()
-        return request.turn == kept.turn + 1 and kept.turn < self.num_turns
+        return request.turn == kept.turn + 1 and kept.turn < self.most_turns(kept)
 
     async def take(self, kept: Kept, request: StepCall) -> Answer:
         await asyncio.sleep(self.work_s)
@@ -184,13 +187,13 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
         text = f"{len(kept.said)}: {len(''.join(kept.said))} characters, seed {kept.request.seed}"
         answer = Answer(messages=[message("tool", text)], state=State.EPISODE_STATE_CONTINUES)
         answer.reward.value = 0.125
-        if len(kept.said) == self.num_turns:
+        if len(kept.said) == self.most_turns(kept):
             answer.state = State.EPISODE_STATE_TERMINATED
             answer.reward.CopyFrom(self.reward(kept))
         return answer
 
     def reward(self, kept: Kept) -> trajectory_pb2.EpisodeReward:
-        return trajectory_pb2.EpisodeReward(value=len(kept.said) / self.num_turns, components={"style": -0.5})
+        return trajectory_pb2.EpisodeReward(value=len(kept.said) / self.most_turns(kept), components={"style": -0.5})
 
     async def Close(self, request: CloseCall, context: Any) -> Closed:
         kept = self.open.pop(request.session, None)

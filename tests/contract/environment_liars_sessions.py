@@ -40,9 +40,8 @@ class FromZero(Honest):
 class Lexical(Honest):
     """Turns are compared as the strings that they are read as."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_turns = 12
+    def most_turns(self, kept: Kept) -> int:
+        return 12
 
     def is_due(self, kept: Kept, request: StepCall) -> bool:
         return super().is_due(kept, request) and str(request.turn) > str(kept.turn)
@@ -106,7 +105,7 @@ class Skipping(Honest):
     """Turns may be left out."""
 
     def is_due(self, kept: Kept, request: StepCall) -> bool:
-        return request.turn > kept.turn and kept.turn < self.num_turns
+        return request.turn > kept.turn and kept.turn < self.most_turns(kept)
 
 
 @LIARS.being("step.conflict")

@@ -76,6 +76,25 @@ async def test_both_contracts_at_one_address_get_a_report_each() -> None:
     assert [suite.get("failures") for suite in ElementTree.fromstring(junit(reports))] == ["0", "0"]
 
 
+class Shortening(environment_honest.Honest):
+    """It is not deterministic: episodes come to end earlier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spec.deterministic = False
+        self.lengths: dict[str, int] = {}
+
+    def most_turns(self, kept: environment_honest.Kept) -> int:
+        num_begun = len(self.lengths)
+        return self.lengths.setdefault(kept.request.session, max(2, environment_honest.NUM_TURNS - num_begun // 8))
+
+
+async def test_an_environment_whose_episodes_end_by_chance_keeps_every_rule(tmp_path: Path) -> None:
+    async with environment_honest.serving(Shortening()) as address:
+        report = await examine_environment(Peer(address), read_file(written(tmp_path, *ROWS)))
+    assert broken(report) == [], report.text()
+
+
 class Hanging(environment_honest.Honest):
     """Its turns have no end."""
 

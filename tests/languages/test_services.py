@@ -45,7 +45,15 @@ CONTRACTS = {
         "environment",
         "127.0.0.1:50080",
         (),
-        ("calls.health", "describe.deterministic", "reset.task", "reward.end", "session.lease", "session.reaped"),
+        (
+            "calls.health",
+            "describe.deterministic",
+            "reset.task",
+            "reward.end",
+            "session.lease",
+            "step.kept",
+            "session.reaped",
+        ),
     ),
 }
 

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from rolecall.conformance.check import Status, Verdict, failed, passed, skipped
 from rolecall.conformance.environment.contract import CONTRACT
 from rolecall.conformance.environment.describing import MOST_SESSIONS
-from rolecall.conformance.environment.session import Call, EnvironmentSession, same, short
+from rolecall.conformance.environment.session import OVER, Call, EnvironmentSession, same, short
 from rolecall.conformance.environment.turns import REPEATED
 
 LONGEST_LEASE_S = 10.0
@@ -62,8 +62,9 @@ async def kept(session: EnvironmentSession) -> Verdict:
     text, next_text, *_ = play.row.actions
     async with session.episode(play.row) as episode:
         await episode.reset()
-        verdict = await _repeated(session.spec.lease_s, await episode.step(1, text), lambda: episode.step(1, text))
-        if verdict.status is not Status.PASSED:
+        first = await episode.step(1, text)
+        verdict = await _repeated(session.spec.lease_s, first, lambda: episode.step(1, text))
+        if verdict.status is not Status.PASSED or first.state in OVER:
             return verdict
         answer = await episode.step(2, next_text)
         if not session.is_as_before(play, 2, answer):

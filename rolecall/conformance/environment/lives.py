@@ -7,7 +7,7 @@ import grpc
 
 from rolecall.conformance.check import Verdict, failed, passed, skipped
 from rolecall.conformance.environment.contract import CONTRACT, PLACES, TURNS
-from rolecall.conformance.environment.session import Call, EnvironmentSession, same, short
+from rolecall.conformance.environment.session import OVER, Call, EnvironmentSession, same, short
 from rolecall.conformance.environment.turns import NUM_AT_ONCE, OTHER
 
 CLOSED_S = 5.0
@@ -29,7 +29,7 @@ async def reset_again(session: EnvironmentSession) -> Verdict:
     """Calls Reset several times at once and after each turn of an episode, which goes on."""
     play = await session.longest()
     async with session.episode(play.row) as episode:
-        openings = await asyncio.gather(*(episode.reset() for _ in range(NUM_AT_ONCE)))
+        openings, is_over = await asyncio.gather(*(episode.reset() for _ in range(NUM_AT_ONCE))), False
         for turn in range(len(play.turns) + 1):
             if turn:
                 call = episode.step(turn, play.row.actions[turn - 1])
@@ -40,10 +40,13 @@ async def reset_again(session: EnvironmentSession) -> Verdict:
                 if not session.is_as_before(play, turn, answer):
                     return failed(f"after a repeated Reset, turn {turn} was another: {short(answer)}")
                 openings.append(await episode.reset())
+                is_over = answer.state in OVER
             for opening in openings:
                 if not same(openings[0], opening):
                     return failed(f"after turn {turn}: first {short(openings[0])}, then {short(opening)}")
-    return passed(f"{len(openings)} times, after up to {len(play.turns)} turns")
+            if is_over:
+                break
+    return passed(f"{len(openings)} times, after up to {turn} turns")
 
 
 @CONTRACT.rule(
@@ -62,7 +65,7 @@ async def apart(session: EnvironmentSession) -> Verdict:
     async with session.episode(play.row) as one, session.episode(play.row, one, index=1) as other:
         await one.reset()
         await other.reset()
-        goes_on = True
+        goes_on, num = True, 0
         for turn, text in enumerate(play.row.actions[: len(play.turns)], 1):
             answer = await one.step(turn, text)
             if not session.is_as_before(play, turn, answer):
@@ -72,7 +75,10 @@ async def apart(session: EnvironmentSession) -> Verdict:
             again = await one.step(turn, text)
             if not same(answer, again):
                 return failed(f"turn {turn} was answered {short(answer)}, and after one of another {short(again)}")
-    return passed(f"{len(play.turns)} turns beside another session")
+            num = turn
+            if answer.state in OVER:
+                break
+    return passed(f"{num} turns beside another session")
 
 
 @CONTRACT.rule("session.name", "ResetRequest.session", "The whole of it tells sessions apart.", PLACES)

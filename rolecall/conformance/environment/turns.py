@@ -7,7 +7,7 @@ import grpc
 
 from rolecall.conformance.check import Verdict, failed, passed, skipped
 from rolecall.conformance.environment.contract import CONTRACT, TURNS
-from rolecall.conformance.environment.session import Call, EnvironmentSession, same, short
+from rolecall.conformance.environment.session import OVER, Call, EnvironmentSession, same, short
 from rolecall.conformance.reward.items import UNICODE
 
 REPEATED = (*TURNS, "describe.deterministic", "step.repeated")
@@ -44,6 +44,7 @@ async def order(session: EnvironmentSession) -> Verdict:
 async def repeated(session: EnvironmentSession) -> Verdict:
     """Takes every turn of an episode three times."""
     play = await session.longest()
+    num = 0
     async with session.episode(play.row) as episode:
         await episode.reset()
         for turn in range(1, len(play.turns) + 1):
@@ -55,13 +56,17 @@ async def repeated(session: EnvironmentSession) -> Verdict:
                 again = await episode.step(turn, text)
                 if not same(first, again):
                     return failed(f"turn {turn} was answered {short(first)}, and then {short(again)}")
-    return passed(f"{len(play.turns)} turns three times")
+            num = turn
+            if first.state in OVER:
+                break
+    return passed(f"{num} turns three times")
 
 
 @CONTRACT.rule("step.attached", "EnvironmentService.Step", "One that is still under way is waited for.", REPEATED)
 async def attached(session: EnvironmentSession) -> Verdict:
     """Takes every turn of an episode several times at once."""
     play = await session.longest()
+    num = 0
     async with session.episode(play.row) as episode:
         await episode.reset()
         for turn in range(1, len(play.turns) + 1):
@@ -72,7 +77,10 @@ async def attached(session: EnvironmentSession) -> Verdict:
             for answer in answers:
                 if not same(answers[0], answer):
                     return failed(f"turn {turn} was answered {short(answers[0])} and {short(answer)} at once")
-    return passed(f"{len(play.turns)} turns, {NUM_AT_ONCE} times at once")
+            num = turn
+            if answers[0].state in OVER:
+                break
+    return passed(f"{num} turns, {NUM_AT_ONCE} times at once")
 
 
 @CONTRACT.rule(
@@ -85,7 +93,7 @@ async def attached(session: EnvironmentSession) -> Verdict:
 async def conflict(session: EnvironmentSession) -> Verdict:
     """Asks for turns that are not due after each of an episode."""
     play = await session.longest()
-    num = 0
+    num, is_over = 0, False
     async with session.episode(play.row) as episode:
         await episode.reset()
         for turn, text in enumerate(play.row.actions[: len(play.turns)], 1):
@@ -93,7 +101,8 @@ async def conflict(session: EnvironmentSession) -> Verdict:
             if not session.is_as_before(play, turn, answer):
                 return failed(f"after turns that were not due, turn {turn} was another: {short(answer)}")
             undue = [(turn, text + OTHER), (turn + 2, text), (turn - 1, text), (-1, text)]
-            if play.is_over and turn == len(play.turns):
+            is_over = answer.state in OVER
+            if is_over:
                 undue.append((turn + 1, text))
             for other, said in undue:
                 code = await episode.step(other, said).code()  # bounded: by the call's deadline
@@ -101,7 +110,9 @@ async def conflict(session: EnvironmentSession) -> Verdict:
                     what = f"turn {other}{' with another action' if other == turn else ''}"
                     return failed(f"after turn {turn}, {what} ended with {code.name}")
                 num += 1
-    return passed(f"{num} turns were refused{'' if play.is_over else '; no episode came to its end'}")
+            if is_over:
+                break
+    return passed(f"{num} turns were refused{'' if is_over else '; no episode came to its end'}")
 
 
 @CONTRACT.rule(
@@ -152,6 +163,8 @@ async def abandoned(session: EnvironmentSession) -> Verdict:
                 answer = await call  # bounded: it is done
                 if not session.is_as_before(play, turn, answer):
                     return failed(f"turn {turn}, repeated after its caller had left, was another")
+                if answer.state in OVER:
+                    break
     return passed(f"{NUM_LEFT} episodes, whose callers left after shares of {1000 * step_s:.1f} ms")
 
 
