@@ -27,8 +27,8 @@ so that one waits 3 s at most while nobody is answered.
 """
 
 LONGEST_PAUSE_S = 20.0
-"""A call that is to wait for longer is made again then, so that one is given up within some two minutes while no other
-is answered.
+"""A call that is to wait for longer is made again then. So one is given up within some two minutes while no other is
+answered.
 """
 
 
