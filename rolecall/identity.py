@@ -105,7 +105,7 @@ def kept(directory: Path) -> dict[str, Any]:
 
 
 def run_id(directory: Path) -> str:
-    """What tells the run in that directory from all others; empty where `settle` keeps nothing."""
+    """The id of the run in that directory, which no other run has; empty where `settle` keeps nothing."""
     return str(kept(directory).get(RUN_ID, ""))
 
 

@@ -68,7 +68,7 @@ class Committed:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What the run that made it kept of itself (rolecall/identity.py)."""
+        """The identity of the run that made it (rolecall/identity.py); empty when that kept none."""
         kept: Mapping[str, Any] = self.state.get(IDENTITY, {})
         return kept
 

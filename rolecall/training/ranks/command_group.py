@@ -38,7 +38,7 @@ from a slow disk, or rank 0 waits for those who receive its weights. A rank that
 within watch.LOST_S, and one that lives without getting on within the section's hang_s.
 """
 _PIECES_S = 5.0
-"""Between two words of each other while ranks work through pieces."""
+"""Seconds after which ranks that work through pieces hear of each other."""
 
 
 class CommandGroup:
