@@ -172,11 +172,12 @@ def settle(settings: RunSettings | SftSettings) -> None:
                 "run with another run.dir, run.name and, where it is set, run.checkpoint_url (rolecall export makes a "
                 "model of this one's checkpoint)"
             )
-    if not in_dir:
-        # a run whose directory is lost is still the one that its checkpoints are of
-        now[RUN_ID] = newest.run_id if newest else secrets.token_hex(8)
-    if now.keys() - in_dir.keys():  # also what the release that it began with did not keep
-        replace_text(directory / FILE, json.dumps(now | in_dir, indent=1) + "\n")
+    # of what was kept nothing changes; the rest is what a release that it began with did not keep
+    keeps = {**now, **in_dir}
+    if not keeps.get(RUN_ID):  # a run whose directory is lost is still the one that its checkpoints are of
+        keeps[RUN_ID] = (newest.run_id if newest else "") or secrets.token_hex(8)
+    if keeps != in_dir:
+        replace_text(directory / FILE, json.dumps(keeps, indent=1) + "\n")
 
 
 def _in_tree(tree: Any, table: tuple[Fixed, ...]) -> dict[str, Any]:

@@ -129,6 +129,7 @@ class RunCheckpoints:
                 "deletes there?"
             )
         self._write(attempt.step, attempt.name, files, state)
+        self.require_ours(self.read(attempt.step))  # not of one that committed the same step in this moment
         try:
             self._retain(attempt.step)
         except (RoleCallError, OSError) as error:

@@ -1,19 +1,26 @@
 """Ranks that are apart for longer than usual: in pieces of one work, and in the writing of checkpoints."""
 
+import errno
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
-from rolecall.errors import CheckpointMismatchError, StorageUnavailableError
+from rolecall.checkpoint.storage import DiskStorage
+from rolecall.errors import CheckpointMismatchError, DiskFullError, StorageUnavailableError
 from rolecall.training.ranks import command_group
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.writers import Writers
+from rolecall.training.state.checkpoint import Snapshot, State
 from tests.forks import run_ranks
+
+T = TypeVar("T")
 
 APART_S = 2.0
 """What is too long for a group in these tests; COMMAND_TIMEOUT_S else."""
@@ -59,10 +66,40 @@ def write_apart(folder: Path, rank: int) -> None:
 
     assert writers.begin(lambda theirs: write(theirs, 0.0)).result(60) == 2
     late = writers.begin(lambda theirs: write(theirs, 3 * APART_S))
-    with pytest.raises(StorageUnavailableError, match=r"the ranks were more than 3600 s apart in writing a checkpoint"):
+    with pytest.raises(StorageUnavailableError, match=r"the ranks were more than 2 s apart in writing a checkpoint"):
         late.result(60)
     assert group.sum(np.array([1.0]))[0] == 2, "the steps go on"
     assert writers.begin(lambda theirs: write(theirs, 0.0)).result(60) == 2, "so do checkpoints"
+
+
+class FullAtTheIndex(DiskStorage):
+    """A disk that is full when rank 0 writes what it writes alone."""
+
+    def write(self, name: str, produce: Callable[[BinaryIO], T]) -> T:
+        if name == "index.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(name, produce)
+
+
+def write_where_it_is_full(folder: Path, rank: int) -> None:
+    group = meet(folder, rank)
+    state = State(dict, lambda _: None, {"num_updates": 0}, {}, "float32", folder)
+    snapshot = Snapshot(state, torch.device("cpu"), rank, 2)
+    with pytest.raises(DiskFullError):
+        snapshot.write(FullAtTheIndex(folder / "checkpoint"), group, {})
+    assert group.sum(np.array([1.0]))[0] == 2, "the ranks go on together"
+
+
+def test_what_rank_0_cannot_write_alone_is_every_rank_s_failure(tmp_path: Path) -> None:
+    run_ranks(tmp_path, 2, write_where_it_is_full, tmp_path)
+
+
+def test_an_error_of_the_writing_itself_is_told_as_it_is() -> None:
+    def write(_: CommandGroup) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Writers(CommandGroup(0, 1, None)).begin(write).result(60)
 
 
 def test_ranks_whose_disks_were_too_far_apart_write_the_next_checkpoint(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 stop when asked to.
 """
 
+import asyncio
 import gzip
 import json
 import os
@@ -35,9 +36,10 @@ from tests.contract.peer import Peer, serving
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
 from tests.twins.callers import party
-from tests.twins.processes import joined, ranks_together
+from tests.twins.processes import START_TIMEOUT_S, Command, joined, ranks_alone, ranks_together, started
 from tests.twins.served import Batches, saved, train, values_of, write_settings
 
+ROOT = Path(__file__).parents[2]
 STOP_TIMEOUT_S = 30.0
 LAYOUTS = [(1, 1), (2, 1), (2, 2)]
 """Ranks, and how many of them share each sequence."""
@@ -152,6 +154,22 @@ async def test_every_rank_leaves_a_trace_of_a_step_that_is_profiled(store: Store
             names = {event["name"] for event in json.load(file)["traceEvents"]}
         assert {"aten::mm", "forward", "backward", "optimizer"} <= names
         assert any(name.startswith("FSDP::") or "gloo:" in name for name in names)  # and of what the ranks do together
+
+
+async def test_a_rank_of_another_release_ends_and_the_others_with_it(store: StoreUnderTest, tmp_path: Path) -> None:
+    config = write_settings(store, write_qwen3(tmp_path / "policy"), tmp_path)
+    ours, theirs = ranks_alone(config, 2)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "sitecustomize.py").write_text(
+        "import rolecall.contract\nrolecall.contract.contract_version = lambda: '9.9.9+0123456789ab'\n"
+    )
+    path = os.pathsep.join([str(tmp_path / "other"), str(ROOT)])
+    other = Command(["services.actor", *theirs.words], environment={**theirs.environment, "PYTHONPATH": path})
+    async with started(config, [ours, other]) as actor:
+        for process in actor.processes:
+            assert await asyncio.wait_for(process.wait(), START_TIMEOUT_S) != 0
+        assert "rank 1 was built with contracts 9.9.9+0123456789ab, rank 0 with" in actor.said(1)
+        assert "rank 1 of actor is gone" in actor.said(0)
 
 
 def test_ranks_of_one_machine_meet_on_loopback_and_listen_nowhere_else(tmp_path: Path) -> None:

@@ -294,6 +294,25 @@ def test_a_checkpoint_of_another_run_is_neither_taken_nor_written_over(tmp_path:
     commit(first, 40, "first")
 
 
+def test_of_two_runs_that_commit_a_step_in_the_same_moment_one_is_told(tmp_path: Path) -> None:
+    storage, theirs = open_storage(str(tmp_path)), list[Attempt]()
+
+    class Overtaken(WrappedStorage):
+        """Another run commits the step just after."""
+
+        def write(self, name: str, produce: Callable[[BinaryIO], T]) -> T:
+            written = super().write(name, produce)
+            theirs.append(commit(RunCheckpoints(self.inner, 1), 20, "second"))
+            return written
+
+    with pytest.raises(CheckpointMismatchError, match="was made by another run"):
+        commit(RunCheckpoints(Overtaken(storage), 1, "first"), 20, "first")
+    newest = RunCheckpoints(storage, 1, "second").latest()
+    assert newest is not None
+    assert newest.attempt == theirs[0].name
+    verify(newest.storage, newest.files, nothing)
+
+
 def test_a_checkpoint_of_a_newer_release_is_refused_in_words(tmp_path: Path) -> None:
     checkpoints = RunCheckpoints(open_storage(str(tmp_path)), 1)
     checkpoints.commit(checkpoints.begin(3), [], asdict(POINT) | {"weather": "fine"})

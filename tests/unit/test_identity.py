@@ -171,9 +171,10 @@ def test_a_setting_that_an_older_release_did_not_keep_is_not_held_against_the_ru
 ) -> None:
     path = tmp_path / "run" / FILE
     kept = json.loads(path.read_text())
-    del kept["store.num_shards"]
+    del kept["store.num_shards"], kept["id"]
     path.write_text(json.dumps(kept))
     settle(begin(store={"num_shards": 4}))
+    assert run_id(tmp_path / "run"), "from here on it has one"
 
 
 def test_an_option_that_a_newer_release_adds_to_adapters_is_not_held_against_the_run(

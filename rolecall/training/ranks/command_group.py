@@ -35,7 +35,7 @@ T = TypeVar("T")
 COMMAND_TIMEOUT_S = 3600.0
 """Deadline of every wait on a command group: the longest that living ranks may be apart, as when one reads its model
 from a slow disk, or rank 0 waits for those who receive its weights. A rank that died or was stopped ends the wait
-within watch.LOST_S, and one that lives without getting on within the section's hang_s.
+within watch.LOST_S, and in a run's roles one that lives without getting on within the section's hang_s.
 """
 _PIECES_S = 5.0
 """Seconds after which ranks that work through pieces hear of each other."""

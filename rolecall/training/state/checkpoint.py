@@ -152,8 +152,10 @@ class Snapshot:
             StoredFile(*json.loads(data))
             for data in group.gather(json.dumps([mine.name, mine.num_bytes, mine.checksum]).encode())
         ]
-        if not group.is_leader:
-            return ()
+        rest = group.agree(lambda: self._write_rest(storage, more) if group.is_leader else ())
+        return (*everyone, *rest) if group.is_leader else ()
+
+    def _write_rest(self, storage: Storage, more: Mapping[str, bytes]) -> tuple[StoredFile, ...]:
         files = {
             **{f"{MODEL}/{name}": _copy_of(path) for name, path in companions(self._source).items()},
             **{name: _text(data) for name, data in more.items()},
@@ -168,7 +170,7 @@ class Snapshot:
                 files[f"{MODEL}/{TOKENIZER_CONFIG}"] = _text(json.dumps(config, indent=2).encode())
         files[INDEX] = _text(json.dumps(self._index, indent=1).encode())
         with writing("write a checkpoint to", Path(storage.url)):
-            return (*everyone, *(store(storage, name, produce) for name, produce in files.items()))
+            return tuple(store(storage, name, produce) for name, produce in files.items())
 
     def _write_share(self, storage: Storage) -> StoredFile:
         try:

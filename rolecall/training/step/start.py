@@ -107,9 +107,9 @@ def start_context(
     )
     # Held until the ranks have met: without torchrun rank 0 is its server, and a rank may ask it after rank 0 went on.
     store = _meeting_store(rank, world_size, timeout_s) if world_size > 1 else None
-    if store is not None:
-        require_one_release(store, rank)
     watch = None if store is None else _watch_ranks(hooks, rank, world_size, store, timeout_s)
+    if store is not None:
+        require_one_release(store, rank)  # the watch has the others end with a rank that is refused
     device = start_rank(spec)
     memory = PhaseMemory(device, role=hooks.role, rank=rank, folder=run_dir / "memory")
     engine, state = make_engine(actor.backend, options, device=device, memory=memory, progressed=hooks.progressed)
