@@ -233,6 +233,10 @@ class EpisodeSession:
         """The last call, which may be made again to keep the lease; None while one is under way."""
         self._called_at = time.monotonic()
         self._kept: asyncio.Task[None] | None = None
+        self._opening: environment_pb2.ResetResponse | None = None
+        """The answer to Reset, until the next call."""
+        self._is_replaced = False
+        """Whether the environment has begun another episode under this name."""
         self._is_begun = False
         self._is_ended = False
 
@@ -250,6 +254,7 @@ class EpisodeSession:
             opens=True,
         )
         believe_opening(opening, roles_of(spec))
+        self._opening = opening
         return opening
 
     async def step(
@@ -326,6 +331,14 @@ class EpisodeSession:
         self, call: Callable[[float], Awaitable[T]], timeout_s: float, what: str, *, opens: bool = False
     ) -> T:
         self._last = None
+        if self._kept is not None:
+            await asyncio.wait({self._kept})  # bounded: by the deadline that the call was given
+        if self._is_replaced:
+            raise EpisodeLostError(
+                f"environment {self._client.spec.name!r} was started again, and began {self.name} anew with another "
+                "opening"
+            )
+        self._opening = None
         try:
             return await self._client.repeated(call, timeout_s, f"{what} of {self.name}", opens=opens)
         finally:
@@ -337,15 +350,18 @@ class EpisodeSession:
         if self._last is None or self._is_ended or time.monotonic() < due:
             return
         self._called_at = time.monotonic()
-        self._kept = asyncio.create_task(_heard(self._last(DESCRIBE_S)))
+        self._kept = asyncio.create_task(self._heard(self._last(DESCRIBE_S)))
 
-
-async def _heard(call: Awaitable[Any]) -> None:
-    """Waits for an answer that says nothing new; what is wrong, the next call says."""
-    try:
-        await call  # bounded: by the deadline that the call was given
-    except RoleCallError as error:
-        logger.debug("a lease is not kept: %s", error.message)
+    async def _heard(self, call: Awaitable[Any]) -> None:
+        """Waits for an answer that says nothing new; what is wrong, the next call says. A Reset may find no session, in
+        an environment that was started again, and begin another episode.
+        """
+        try:
+            answer = await call  # bounded: by the deadline that the call was given
+        except RoleCallError as error:
+            logger.debug("a lease is not kept: %s", error.message)
+            return
+        self._is_replaced = self._opening is not None and answer != self._opening
 
 
 def _meaning(spec: environment_pb2.DescribeEnvironmentResponse) -> Sequence[Any]:

@@ -8,10 +8,13 @@ from collections.abc import Mapping, Sequence
 from rolecall.environment.answers import message_of
 from rolecall.environment.env import Task
 from rolecall.errors import InvalidInputError
+from rolecall.rpc.options import MAX_MESSAGE_BYTES
 from rolecall.v1 import environment_pb2
 
 PAGE_TASKS = 256
-"""Tasks that are asked for at a time: with messages of 16 MiB, 64 KiB each."""
+"""Tasks that are asked for at a time."""
+_PAGE_BYTES = MAX_MESSAGE_BYTES // 2
+"""Of the tasks of a page at most, unless one is larger by itself."""
 PAGE_S = 60.0
 """Deadline of a page, which may be made of files, or fetched from elsewhere."""
 
@@ -26,8 +29,15 @@ def page_of(
     token = request.page_token or "0"
     if request.page_size < 1 or not (token.isascii() and token.isdecimal()) or int(token) > len(listed):
         raise InvalidInputError("page_size must be at least 1, and page_token what the page before said")
-    end = min(int(token) + request.page_size, len(listed))
-    page = [message_of(task) for task in listed[int(token) : end]]
+    first, num_bytes = int(token), 0
+    page: list[environment_pb2.Task] = []
+    for task in listed[first : first + request.page_size]:
+        message = message_of(task)
+        num_bytes += message.ByteSize()
+        if page and num_bytes > _PAGE_BYTES:
+            break
+        page.append(message)
+    end = first + len(page)
     return environment_pb2.ListTasksResponse(tasks=page, next_page_token=str(end) if end < len(listed) else "")
 
 

@@ -71,6 +71,7 @@ class ControllerRun:
         """The newest look at the store's counts: one at a time, however many ask while the store is away."""
         self._unanswered: dict[str, str] = {}
         """Last error by role that is waited for."""
+        self._remembering = asyncio.Lock()
         self._over = False
         self._told: set[str] = set()
         """Consumer names of those that know it."""
@@ -366,8 +367,9 @@ class ControllerRun:
         await self._remember_pause()
 
     async def _remember_pause(self) -> None:
-        if self._ledger.ctl:  # before that the ledger's word is taken at the start
-            await self._threads.call(self._ledger.pause, self._board.paused)
+        async with self._remembering:  # bounded: by the store's retry_s; in line, so that the last wish stands
+            if self._ledger.ctl:  # before that the ledger's word is taken at the start
+                await self._threads.call(self._ledger.pause, self._board.paused)
 
     def stop(self, *, checkpoint: bool, failure: str) -> None:
         """End after the step in progress, as failed where `failure` says of what."""

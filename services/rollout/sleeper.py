@@ -33,6 +33,10 @@ class Sleeper:
         self._given_back: list[int] = []
         """Bytes of each worker's device; empty while the engine is awake as a whole."""
         self._has_weights = True
+        self._free_awake: list[int] = []
+        """Bytes that nobody had of each device as a Sleep began, until it is seen to its end: its caller may leave, and
+        a repetition finds the engine asleep.
+        """
 
     async def sleep(self, level: int) -> None:
         """Frees the device as EngineWeights.sleep says. An engine that has its weights alone is woken as a whole first:
@@ -40,10 +44,11 @@ class Sleeper:
         """
         if self._has_weights:
             await self.wake_whole()
-            before = await self._free_bytes()
+            self._free_awake = self._free_awake or await self._free_bytes()
             await self._alive(self._llm.sleep(level))
             free = await self._free_bytes()
-            self._given_back = [now - then for now, then in zip(free, before, strict=True)]
+            self._given_back = [now - then for now, then in zip(free, self._free_awake, strict=True)]
+            self._free_awake = []
             self._has_weights = False
 
     async def wake_up(self) -> None:

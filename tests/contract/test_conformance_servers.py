@@ -217,6 +217,22 @@ async def test_a_server_that_turns_every_call_away_is_given_up_once_and_not_by_e
     assert "calls.load" in broken(report)
 
 
+class GoneSlowly(GoneAfterTwelve):
+    """Behind a proxy that waits for the dead model, each call for another time."""
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+        if self.num_calls >= 12:
+            await asyncio.sleep(0.5 + self.num_calls % 7 / 10)
+        return await super().Score(request, context)
+
+
+async def test_calls_that_are_turned_away_at_different_times_are_given_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolecall.conformance.reward.session.UNANSWERED_S", 2.0)
+    async with serving(GoneSlowly()) as address, asyncio.timeout(120):
+        report = await examine_scorer(Peer(address), own_pool(), QUICK)
+    assert "calls.load" in broken(report)
+
+
 async def test_a_service_that_scores_and_says_that_it_does_not_serve_is_found() -> None:
     server = Server(RpcSection(), "127.0.0.1:0", client_certificates=False)
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, Honest(), SERVICE_NAME)

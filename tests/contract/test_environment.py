@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -453,3 +454,30 @@ def test_ten_lines_serve_an_environment(tmp_path: Path) -> None:
     lines = [line[4:] for line in source.splitlines()]
     assert len([line for line in lines if line.strip()]) <= 10
     compile("\n".join(lines), "ten_lines", "exec")
+
+
+class Riddle(Env):
+    """Draws its riddle at each beginning, whatever the seed."""
+
+    drawn = itertools.count(1)
+
+    def reset(self, task: Task, seed: int) -> str:
+        self.number = next(self.drawn)
+        return f"what is {self.number} + {self.number}?"
+
+    def step(self, action: Action) -> Answer:
+        return Answer(reward=float(action.text == str(2 * self.number)), is_over=True)
+
+
+async def test_an_episode_that_a_restarted_environment_began_anew_to_keep_its_lease_is_lost() -> None:
+    async with environment(Riddle, lease_s=3.0) as (address, _):
+        client = open_environment(EnvironmentSection(address=address), RpcSection())
+        await client.describe()
+        session = client.session("run/0/0/t-1", "run/0", 1)
+        await session.reset(environment_pb2.Task(uid="a"), 7)
+    async with environment(Riddle, address, lease_s=3.0) as (_, sessions):  # its next process
+        await until(lambda: sessions.num_open)  # while the policy samples its first turn
+        with pytest.raises(EpisodeLostError, match="was started again, and began run/0/0/t-1 anew"):
+            await session.step("2", is_cut=False)
+        session.leave()
+        await client.close()

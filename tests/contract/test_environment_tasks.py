@@ -73,6 +73,13 @@ async def test_what_an_environment_lists_is_a_data_set_whose_rows_begin_its_epis
             assert task_of(request.task) == numbered(int(prompt.uid[1:]))
 
 
+async def test_large_tasks_are_listed_in_pages_that_a_message_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    large = [Task(f"t{i}", (Message("user", "x" * 300_000),)) for i in range(70)]
+    async with environment(tasks={"train": large}) as (address, _):
+        assert await asyncio.to_thread(main, ["tasks", address]) == 0
+    assert [json.loads(line)["uid"] for line in capsys.readouterr().out.splitlines()] == [task.uid for task in large]
+
+
 async def test_a_split_is_named_where_there_are_several_and_none_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     for tasks, words, told in (
         ({"train": [numbered(1)], "test": []}, [], "has the splits train, test; name one by --split"),

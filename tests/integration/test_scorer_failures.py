@@ -24,7 +24,7 @@ from rolecall.rpc.channel import open_channel
 from rolecall.scoring.client import RewardClient
 from rolecall.scoring.scores import component_spec
 from rolecall.settings import RpcSection, RunSettings
-from rolecall.v1 import reward_pb2
+from rolecall.v1 import reward_pb2, training_pb2
 from rolecall.v1.trajectory_pb2 import CommittedGroup
 from rolecall.wire import encode_tensor
 from services.controller.groups.group_scorer import GroupScorer
@@ -544,3 +544,33 @@ async def test_a_users_function_that_fails_beside_a_good_component_writes_nothin
             with pytest.raises(ScorerError, match="component 'mine'"):
                 await scorer.score(group)
     assert reward_columns(store, group) == 0
+
+
+class AwayAtFirst:
+    """A reference that is away when it is first asked."""
+
+    num_asked = 0
+
+    async def ComputeLogprobs(self, request: object, timeout: float) -> training_pb2.ComputeColumnResponse:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            await asyncio.sleep(1.0)  # the scorer has answered by then
+            raise UnavailableError("nobody listens")
+        return training_pb2.ComputeColumnResponse()
+
+
+async def test_a_group_whose_reference_is_away_is_scored_once(
+    store: StoreUnderTest, make_settings: MakeSettings
+) -> None:
+    (group,), scored, away = store.committed(1), list[str](), AwayAtFirst()
+    liar = Liar()
+    liar.lie = lambda response: scored.extend(result.id for result in response.results)
+    kl = {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}
+    settings, threads = make_settings(reward=REWARD, algorithm=kl, references={"ref": {}}), StoreThreads()
+    async with serving(liar) as address, open_channel(address, RpcSection()) as channel:
+        reward = RewardClient(channel, name="reward", address=address, timeout_s=20.0, max_attempts=1)
+        references: Any = {"ref": away}
+        await GroupScorer(settings, store.rows, threads, reward, references, ctl=1).score(group)
+    threads.close()
+    assert away.num_asked == 2
+    assert len(scored) == len(set(scored)) == len(group.rows)

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from pydantic import SecretStr
+from redis import Redis, exceptions
 
 from rolecall.errors import ConfigError, RunLockedError, StoreFullError, StoreUnavailableError
 from rolecall.settings import StoreSection
@@ -282,3 +283,20 @@ def test_a_full_store_refuses_new_work_and_still_trains_what_it_holds(
     store.rows.delete(filler)
     store.admit(1)
     assert store.balance() == (admitted + 1, 3, 1, admitted - 3)
+
+
+def test_a_store_that_reads_its_file_is_waited_for(
+    make_embedded_store: MakeEmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_embedded_store()
+    store.start()
+    begun = time.monotonic()
+
+    def ping(_: object) -> None:
+        if time.monotonic() < begun + 2.0:
+            raise exceptions.BusyLoadingError("the dataset is being loaded")
+
+    monkeypatch.setattr(embedded, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(Redis, "ping", ping)
+    store.wait_until_ready()
+    assert time.monotonic() > begun + 2.0

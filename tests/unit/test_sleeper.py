@@ -2,6 +2,7 @@
 itself, and fails where it would.
 """
 
+import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
@@ -93,3 +94,24 @@ async def test_every_call_may_be_repeated_and_an_engine_half_awake_sleeps_again(
     assert engine.runs_scheduler
     await sleeper.sleep(1)
     assert engine.awake == {}
+
+
+async def test_a_sleep_whose_caller_left_is_repeated_without_forgetting_what_was_given_back(engine: FakeEngine) -> None:
+    sleeper, asleep = Sleeper(engine, alive), asyncio.Event()
+    falls_asleep = engine.sleep
+
+    async def slowly(level: int) -> None:
+        await falls_asleep(level)
+        asleep.set()
+        await asyncio.Event().wait()
+
+    engine.sleep = slowly  # type: ignore[method-assign]
+    leaving = asyncio.create_task(sleeper.sleep(1))
+    await asleep.wait()
+    leaving.cancel()
+    await asyncio.wait({leaving})
+    engine.sleep = falls_asleep  # type: ignore[method-assign]
+    await sleeper.sleep(1)
+    engine.others = 45
+    with pytest.raises(DeviceFullError, match=r"lacks 15 of the 70 bytes"):
+        await sleeper.wake_up()

@@ -26,6 +26,9 @@ AWAY_PAUSE_S = 0.1
 so that one waits 3 s at most while nobody is answered.
 """
 
+UNANSWERED_S = 120.0
+"""A call that fails by UNAVAILABLE is made again while others are under way, until none was answered for this long."""
+
 LONGEST_PAUSE_S = 20.0
 """A call that is to wait for longer is made again then. So one is given up within some two minutes while no other is
 answered.
@@ -65,6 +68,7 @@ class RewardSession:
         self._limit = RateLimit()
         self._num_under_way = 0
         self._num_answered = 0
+        self._answered_at = 0.0
         self._away_since = -1
         self._first: list[tuple[Items, reward_pb2.ScoreResponse]] = []
 
@@ -101,7 +105,7 @@ class RewardSession:
         """
         request = reward_pb2.ScoreRequest(items=items)
         loop = asyncio.get_running_loop()
-        num_left, num_answered = MAX_ATTEMPTS, self._num_answered
+        num_left, num_answered, begun_at = MAX_ATTEMPTS, self._num_answered, loop.time()
         while True:
             await asyncio.sleep(min(LONGEST_PAUSE_S, max(0.0, self._limit.pause_s())))
             called_at = loop.time()
@@ -116,7 +120,8 @@ class RewardSession:
                     continue
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise
-                if self._num_under_way:  # which the service may be at work on
+                is_unanswered = loop.time() - max(begun_at, self._answered_at) > UNANSWERED_S
+                if self._num_under_way and not is_unanswered:  # the service may be at work on them
                     num_left = max(1, num_left)
                 elif not num_left or self._away_since == num_answered:
                     self._away_since = num_answered
@@ -126,6 +131,7 @@ class RewardSession:
                 continue
             self._limit.answered()
             self._num_answered += 1
+            self._answered_at = loop.time()
             return response
 
     async def _call(self, request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreResponse:

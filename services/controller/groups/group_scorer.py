@@ -115,16 +115,24 @@ class GroupScorer:
             rows, metas = await self._reading.call(refs)
             async with FirstErrorGroup() as tasks:
                 scored_before = all("reward" in row for row in rows)
-                scoring = None if scored_before else tasks.create_task(self._reward_of(metas, rows))
+                scoring = None if scored_before else tasks.create_task(self._score(refs, metas, rows))
                 for name, prefix in self._asked(metas[0].prompt):
                     tasks.create_task(self._ask(name, prefix, refs[:num_responses]))
             names = await self._component_names()
-            scores = (
-                _kept_scores(rows, names) if scoring is None else await self._keep(refs, rows, scoring.result(), names)
-            )
+            scores = _kept_scores(rows, names) if scoring is None else scoring.result()
             if "token_rewards" in self._settings.columns_trained_on:
                 _require_token_rewards(scores[:num_responses])
         return _scored_group(group, rows, metas, scores, names, landed_at_s)
+
+    async def _score(
+        self,
+        refs: Sequence[trajectory_pb2.RowRef],
+        metas: Sequence[trajectory_pb2.TrajectoryMeta],
+        rows: Sequence[Mapping[str, Array]],
+    ) -> list[Score]:
+        """The scores, written to the rows at once: a reference that is away has nobody scored again."""
+        scores = await self._reward_of(metas, rows)
+        return await self._keep(refs, rows, scores, await self._component_names())
 
     async def _keep(
         self,
