@@ -14,7 +14,7 @@ from rolecall.v1 import environment_pb2
 PAGE_TASKS = 256
 """Tasks that are asked for at a time."""
 _PAGE_BYTES = MAX_MESSAGE_BYTES // 2
-"""Of the tasks of a page at most, unless one is larger by itself."""
+"""Bytes of the tasks of a page at most, unless one is larger by itself."""
 PAGE_S = 60.0
 """Deadline of a page, which may be made of files, or fetched from elsewhere."""
 
