@@ -179,7 +179,7 @@ class Endpoint:
 
         return answer
 
-    async def _asked(self, request: web.Request) -> tuple[_Open, Any]:
+    async def _asked(self, request: web.Request) -> tuple[_Open, bytes]:
         """The episode of a request and its body. RefusedError, also when the episode is over by the time it is read."""
         self._opened(request)
         body = await _body(request)
