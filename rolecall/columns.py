@@ -48,6 +48,8 @@ class Given(Enum):
     """Replay of the sampler's routing (actor.router_replay r3)."""
     OLD_ROUTING = auto()
     """Replay of the old policy's routing (actor.router_replay r2)."""
+    IMAGES = auto()
+    """Prompts that may show images (data.images_field)."""
     REFERENCE = auto()
     """The reference in the column's name."""
 
@@ -126,6 +128,11 @@ computed from a last token, which no sampler routes: it has a copy of what stand
 OLD_ROUTED_EXPERTS = "old_routed_experts"
 """uint8 [T, W]: those of the pass that gave `old_logprobs`."""
 
+IMAGES = "images"
+"""uint8 [bytes]: the images that the prompt shows, a serialized Images message (trajectory.proto); of a prompt of text
+nothing, 0 bytes.
+"""
+
 _TABLE = [
     Column("token_ids", "<i4", _ROLLOUT, "prompt, then what was sampled", plugins=_ANY),
     Column("response_mask", "u1", _ROLLOUT, "1 = sampled by the policy", plugins=_LOSS),
@@ -141,6 +148,7 @@ _TABLE = [
         Given.SAMPLED_ROUTING,
         shape=(-1, -1),
     ),
+    Column(IMAGES, "u1", _ROLLOUT, "files of the prompt's images, as a message", Given.IMAGES, per_token=False),
     Column("reward", "<f4", _CONTROLLER, "raw scalar reward", shape=(1,), per_token=False),
     Column("token_rewards", "<f4", _CONTROLLER, "raw per-token rewards; 0 where mask is 0", Given.TOKEN_REWARDS, _ANY),
     Column(

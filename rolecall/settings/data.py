@@ -128,6 +128,11 @@ class DataSection(Section):
     """Field with the prompt: a string (one user message) or a list of {role, content}."""
     ground_truth_field: str = "ground_truth"
     """Field with what the scorer compares with: a string, or a list of right answers."""
+    images_field: str | None = None
+    """Field with the images that a row's prompt shows, in their order: a list of paths, or of {bytes, path} as parquet
+    files hold them. A message shows one where its text says `<image>` or its content is a list with {type: image}.
+    For models of text and images. Absent: prompts are text.
+    """
     system_prompt: str | None = None
     """A system message put before every prompt that has none."""
     max_prompt_tokens: PositiveInt = 1024

@@ -108,6 +108,7 @@ class RunSettings(Section):
             Given.TEACHER: distillation is not None,
             Given.TEACHER_TOPK: distillation is not None and distillation.top_k is not None,
             Given.SAMPLED_ROUTING: self.actor.router_replay == "r3",
+            Given.IMAGES: self.data.images_field is not None,
             Given.OLD_ROUTING: self.actor.router_replay == "r2",
         }
         needed = algorithm.advantage.needs

@@ -165,6 +165,7 @@ class Prompt(_message.Message):
     GROUND_TRUTH_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     OTHER_GROUND_TRUTHS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """The data set's own id of the prompt: unique within the data set, the same in every epoch."""
     epoch: _builtins.int
@@ -185,6 +186,12 @@ class Prompt(_message.Message):
     def other_ground_truths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Further answers that are as right as ground_truth; empty when the data set has one or none."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Files of the images that the conversation shows (PNG, JPEG, ...), in the order in which their tokens stand in token_ids; empty
+        for a prompt of text.
+        """
+
     def __init__(
         self,
         *,
@@ -195,14 +202,39 @@ class Prompt(_message.Message):
         ground_truth: _builtins.str = ...,
         metadata: _struct_pb2.Struct | None = ...,
         other_ground_truths: _abc.Iterable[_builtins.str] | None = ...,
+        images: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ground_truth", b"ground_truth", "messages", b"messages", "metadata", b"metadata", "other_ground_truths", b"other_ground_truths", "token_ids", b"token_ids", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ground_truth", b"ground_truth", "images", b"images", "messages", b"messages", "metadata", b"metadata", "other_ground_truths", b"other_ground_truths", "token_ids", b"token_ids", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Prompt: _TypeAlias = Prompt  # noqa: Y015
+
+@_typing.final
+class Images(_message.Message):
+    """The images of a trajectory, as its column "images" holds them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Prompt.images, of the prompt that it answers."""
+
+    def __init__(
+        self,
+        *,
+        files: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Images: _TypeAlias = Images  # noqa: Y015
 
 @_typing.final
 class PromptGroup(_message.Message):
