@@ -1,5 +1,6 @@
 """A chat tokenizer on disk without a model: for runs of light roles, which import no torch. Nothing is downloaded."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -58,14 +59,27 @@ QWEN3_TEMPLATE = (
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
 """The same with tools and calls of them, and the last turn says so where nothing was thought."""
+VISION_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML with images, as Qwen's models of text and images have it; needs VISION_TOKENS."""
 SPECIAL_TOKENS = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 EOS_TOKEN_ID = SPECIAL_TOKENS.index("<|im_end|>")
 
 
-def write_tokenizer(path: Path, template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges (259 tokens), by default with the ChatML template, saved into `path`."""
+def write_tokenizer(
+    path: Path, template: str = CHAT_TEMPLATE, more_tokens: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer without merges (259 tokens, and `more_tokens` after SPECIAL_TOKENS), by default with the
+    ChatML template, saved into `path`.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *more_tokens, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -73,7 +87,7 @@ def write_tokenizer(path: Path, template: str = CHAT_TEMPLATE) -> PreTrainedToke
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|pad|>",
-        additional_special_tokens=["<|im_start|>"],
+        additional_special_tokens=["<|im_start|>", *more_tokens],
     )
     fast.chat_template = template
     fast.save_pretrained(path)
