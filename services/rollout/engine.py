@@ -393,12 +393,14 @@ def _know_the_model(path: Path) -> None:
 def _for_images(config: RolloutConfig) -> dict[str, Any]:
     """vLLM's processor of images needs a tokenizer, for texts that it is never given here. Its cache of processed
     images stays off: it has a half in either process, and a pause clears the core's alone. On CPUs a trial of the
-    largest image that the model takes would cost minutes at the start, to size a cache that has its size.
+    largest image that the model takes would cost minutes at the start, to size a cache that has its size. Pixels are
+    scaled in this process: the worker would do it by numbers that its dummy weights are drawn over.
     """
     return {
         "skip_tokenizer_init": False,
         "limit_mm_per_prompt": {"video": 0},
         "mm_processor_cache_gb": 0,
+        "mm_device_do_normalize": False,
         "skip_mm_profiling": not config.devices,
     }
 
