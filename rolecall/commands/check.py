@@ -21,6 +21,7 @@ from rolecall.commands.preflight import NOTE, preflight
 from rolecall.data.adapter_files import check_start
 from rolecall.data.dataset import RawPrompt, load_prompts
 from rolecall.data.engine_limits import check_engine
+from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.megatron_limits import check_megatron, require_installed
 from rolecall.data.mixture import read_mixture
 from rolecall.data.model_files import (
@@ -178,11 +179,12 @@ def _prompts(
     yield f"{setting}: {names}, {len(prompts)} prompts{through}{about}"
     if tokenizer is None:
         return
+    encoder = PromptEncoder.of(settings, tokenizer)
     bound, lengths = settings.data.max_prompt_tokens, list[int]()
     for prompt in prompts:
         if len(lengths) >= MAX_MEASURED_PROMPTS and min(lengths) <= bound:
             break
-        lengths.append(_num_tokens(prompt, tokenizer))
+        lengths.append(len(encoder.encode(prompt)[0]))
     too_long = sum(length > bound for length in lengths)
     yield f"  the first is {lengths[0]} tokens as rendered: {tokenizer.render(prompts[0].chat)!r}"
     yield (
@@ -205,13 +207,6 @@ def _epochs(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
             f"  {steps} steps of {groups} groups are {steps * groups / len(prompts):.4g} epochs of these prompts, more "
             "where groups are dropped or prompts are left out"
         )
-
-
-def _num_tokens(prompt: RawPrompt, tokenizer: ChatTokenizer) -> int:
-    try:
-        return len(tokenizer.encode(tokenizer.render(prompt.chat)))
-    except RoleCallError as error:
-        raise ConfigError(f"{prompt.where}: {error.message}") from error
 
 
 def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:

@@ -15,7 +15,7 @@ from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, cr
 from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts, received_bytes
 from rolecall.errors import ConfigError
 from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
-from rolecall.store.budget import StoreBudget
+from rolecall.store.budget import PromptBytes, StoreBudget
 
 OPTIMIZER_BYTES_PER_PARAMETER = 16
 """float32 master weight, gradient and two moments."""
@@ -167,7 +167,7 @@ def store(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
     """Yields what a batch takes in the store, where `prompts` are those of data.train. ConfigError where it cannot hold
     the batches that must exist at the same time.
     """
-    largest = max((prompt.num_bytes for prompt in prompts), default=0)
+    largest = PromptBytes.largest(prompts)
     budget = StoreBudget.of(settings, largest)
     where = "external" if settings.store.url else "embedded"
     batches = (
@@ -176,5 +176,7 @@ def store(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
     )
     yield (
         f"store ({where}): a batch at its longest {in_bytes(budget.batch_bytes)}, the largest prompt "
-        f"{in_bytes(largest)}, kept once a group; {batches}"
+        f"{in_bytes(largest.text)}, kept once a group"
+        + (f", its images {in_bytes(largest.images)}, kept in every row" if largest.images else "")
+        + f"; {batches}"
     )

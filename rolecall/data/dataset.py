@@ -8,13 +8,14 @@ order of prompts and their rendering are the controller's.
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rolecall.data.code_tests import read_tests, require_language
+from rolecall.data.images.files import MARK, ImageFile, read_images
 from rolecall.data.json_text import parse_json
 from rolecall.data.preprocess import PREPROCESS, preprocessing
 from rolecall.errors import ConfigError
@@ -49,7 +50,7 @@ class RawPrompt:
 
     uid: str
     messages: tuple[tuple[str, str], ...]
-    """(role, content) of each turn."""
+    """(role, content) of each turn; the text of one that shows images says MARK in their places."""
     ground_truth: str
     metadata: Mapping[str, Any]
     """The row's other fields."""
@@ -57,16 +58,41 @@ class RawPrompt:
     """File and line, for complaints."""
     other_ground_truths: tuple[str, ...] = ()
     """Further answers that are as right as ground_truth."""
+    images: tuple[ImageFile, ...] = ()
+    """The images that the messages show, in their order."""
 
     @property
-    def chat(self) -> list[dict[str, str]]:
-        """The messages as a chat template takes them."""
+    def said(self) -> list[dict[str, str]]:
+        """The messages as people and scorers read them."""
         return [{"role": role, "content": content} for role, content in self.messages]
 
     @property
+    def chat(self) -> list[dict[str, Any]]:
+        """The messages as a chat template takes them: a text that shows images as a list of its parts."""
+        return [
+            {"role": role, "content": _parts(content) if self.images else content} for role, content in self.messages
+        ]
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes that the prompt takes as a message, without its token ids: an upper bound."""
+        """Bytes that the prompt takes as a message, without its token ids and images: an upper bound."""
         return _num_bytes((self.uid, self.messages, self.ground_truth, self.other_ground_truths, self.metadata))
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes that its images take in each of its rows."""
+        return sum(8 + image.num_bytes for image in self.images)
+
+
+def _parts(content: str) -> str | list[dict[str, str]]:
+    """A text in parts, one for each image that it shows; as it is where it shows none."""
+    first, *others = content.split(MARK)
+    if not others:
+        return content
+    parts = [{"type": "text", "text": first}]
+    for text in others:
+        parts += [{"type": "image"}, {"type": "text", "text": text}]
+    return [part for part in parts if part.get("text") != ""]
 
 
 def _num_bytes(value: object) -> int:
@@ -91,16 +117,18 @@ def load_prompts(
     `distillation`.
     """
     left_out: set[str] = set()
+    paths = (files,) if isinstance(files, Path) else files
+    setting = "data.train and evaluation.sets.*.path"
     prompts = [
-        _parse(row, where, line if place == 1 else f"{place}:{line}", data, reward, left_out)
-        for place, line, where, row in rows_of(files, "data.train and evaluation.sets.*.path", data.preprocess)
+        _parse(row, where, paths[place - 1].parent, line if place == 1 else f"{place}:{line}", data, reward, left_out)
+        for place, line, where, row in rows_of(files, setting, data.preprocess, data.images_field)
     ]
     for name in sorted(left_out):
         logger.warning(
             "field %r of %s: whole numbers that a float64 rounds, as messages hold them, are left out of the metadata; "
             "write them as text if a scorer reads them",
             name,
-            ", ".join(map(str, (files,) if isinstance(files, Path) else files)),
+            ", ".join(map(str, paths)),
         )
     seen: dict[str, str] = {}
     for prompt in prompts:
@@ -127,12 +155,16 @@ def _check_teacher(prompt: RawPrompt, distillation: DistillationSection) -> None
 
 
 def rows_of(
-    files: Path | tuple[Path, ...], setting: str, preprocess: PluginSection | None = None
+    files: Path | tuple[Path, ...],
+    setting: str,
+    preprocess: PluginSection | None = None,
+    images_field: str | None = None,
 ) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
     """Each row of the files that `setting` names, in their order: (number of its file from 1, its line from 1, file and
-    line for complaints, fields as `preprocess` returns them). ConfigError, also for a file without a row.
+    line for complaints, fields as `preprocess` returns them, of which `images_field` may hold bytes). ConfigError, also
+    for a file without a row.
     """
-    own = preprocessing(preprocess)
+    own = preprocessing(preprocess, images_field)
     for place, path in enumerate((files,) if isinstance(files, Path) else files, 1):
         num_read = num_left = 0
         for number, fields in read_rows(path, setting):
@@ -218,17 +250,25 @@ def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
 
 
 def _parse(
-    row: dict[str, Any], where: str, default_uid: str, data: DataSection, reward: RewardSection, left_out: set[str]
+    row: dict[str, Any],
+    where: str,
+    folder: Path,
+    default_uid: str,
+    data: DataSection,
+    reward: RewardSection,
+    left_out: set[str],
 ) -> RawPrompt:
     """The prompt of a row; fields that no message holds as they are are added to `left_out`."""
     if data.prompt_field not in row:
         raise ConfigError(
             f"{where}: no field {data.prompt_field!r} (fields: {sorted(row)}); set data.prompt_field or mend the line"
         )
-    messages = parse_messages(row[data.prompt_field], f"{where}, field {data.prompt_field!r}")
+    place = f"{where}, field {data.prompt_field!r}"
+    messages = parse_messages(row[data.prompt_field], place, shows_images=data.images_field is not None)
+    images = _images(row, where, folder, data.images_field, messages, place)
     if data.system_prompt is not None and messages[0][0] != "system":
         messages = (("system", data.system_prompt), *messages)
-    known = {data.prompt_field, data.ground_truth_field, UID_FIELD}
+    known = {data.prompt_field, data.ground_truth_field, data.images_field, UID_FIELD}
     metadata = {key: value for key, value in row.items() if key not in known and value is not None}
     for part in reward.components.values():
         if isinstance(part.scorer, CodeScorer) and isinstance(tests := metadata.get(part.scorer.tests), Mapping):
@@ -240,7 +280,29 @@ def _parse(
             left_out.add(name)
             del metadata[name]
     truths = _ground_truths(row, where, data, _comparing(reward, metadata, where))
-    return RawPrompt(_uid(row, where, default_uid), messages, truths[0] if truths else "", metadata, where, truths[1:])
+    truth = truths[0] if truths else ""
+    return RawPrompt(_uid(row, where, default_uid), messages, truth, metadata, where, truths[1:], images)
+
+
+def _images(
+    row: dict[str, Any],
+    where: str,
+    folder: Path,
+    field: str | None,
+    messages: Sequence[tuple[str, str]],
+    place: str,
+) -> tuple[ImageFile, ...]:
+    """The images in `field` of a row whose `messages` stand at `place`. ConfigError where they show more, or fewer."""
+    if field is None:
+        return ()
+    images = read_images(row.get(field), folder, f"{where}, field {field!r}")
+    num_shown = sum(content.count(MARK) for _, content in messages)
+    if num_shown != len(images):
+        raise ConfigError(
+            f"{place}: the messages show {num_shown} images, by {MARK} in a text or a part {{type: image}}, and field "
+            f"{field!r} has {len(images)}; show each once, in their order"
+        )
+    return images
 
 
 def _check_carried(value: object, field: str, depth: int = 0) -> None:
@@ -337,9 +399,9 @@ def _ground_truths(row: dict[str, Any], where: str, data: DataSection, comparing
     return tuple(filter(None, several))
 
 
-def parse_messages(value: object, where: str) -> tuple[tuple[str, str], ...]:
-    """(role, content) of each turn of a prompt, which is text or a list of messages. ConfigError says what it is
-    instead.
+def parse_messages(value: object, where: str, *, shows_images: bool = False) -> tuple[tuple[str, str], ...]:
+    """(role, content) of each turn of a prompt, which is text or a list of messages; with `shows_images` a content may
+    be a list of parts, and says MARK for each that is an image. ConfigError says what it is instead.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
@@ -356,16 +418,28 @@ def parse_messages(value: object, where: str) -> tuple[tuple[str, str], ...]:
                 f"{where}: a message has {lost[0]}, which a list of {{role, content}} does not show; leave it out, or "
                 'give `rolecall sft` a conversation (docs/configuration.md, "Conversations and tools")'
             )
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or not isinstance(message.get("content"), str)
-        ):
+        content = message.get("content") if isinstance(message, dict) else None
+        if shows_images and isinstance(content, list):
+            content = "".join(_said(part, where) for part in content)
+        if not isinstance(content, str) or not isinstance(message.get("role"), str):
             raise ConfigError(f"{where}: a message is not {{role: text, content: text}}: {str(message)[:200]}; mend it")
-        messages.append((message["role"], message["content"]))
+        messages.append((message["role"], content))
     if not any(content.strip() for _, content in messages):
         raise ConfigError(f"{where}: the prompt is empty; write one or remove the line")
     return tuple(messages)
+
+
+def _said(part: object, where: str) -> str:
+    """A part of a message as text."""
+    fields = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
+    if fields == {"type": "image"}:
+        return MARK
+    if fields.keys() == {"type", "text"} and fields["type"] == "text" and isinstance(fields["text"], str):
+        return str(fields["text"])
+    raise ConfigError(
+        f"{where}: a part of a message is neither {{type: text, text: text}} nor {{type: image}}, whose file "
+        f"data.images_field holds: {str(part)[:200]}; mend it"
+    )
 
 
 def _named(value: object) -> str:

@@ -17,9 +17,12 @@ PREPROCESS = "data.preprocess.function"
 """The setting, for complaints."""
 
 
-def preprocessing(section: PluginSection | None) -> Callable[[dict[str, Any], str], dict[str, Any] | None]:
+def preprocessing(
+    section: PluginSection | None, images_field: str | None = None
+) -> Callable[[dict[str, Any], str], dict[str, Any] | None]:
     """Returns a call that makes the fields of a row, and its place for complaints, into those that are read: the same
-    where there is no function. ConfigError when it is not there; of a call, when it raises or returns anything else.
+    where there is no function. `images_field`: one that stays as the function returns it, for it may hold bytes.
+    ConfigError when it is not there; of a call, when it raises or returns anything else.
     """
     if section is None:
         return lambda row, where: row
@@ -41,7 +44,8 @@ def preprocessing(section: PluginSection | None) -> Callable[[dict[str, Any], st
                 f"{where}: {PREPROCESS} returned a {type(made).__name__}, not fields by their names, or None to leave "
                 "the row out; correct it"
             )
-        return _as_written(made, where)
+        images = {name: value for name, value in made.items() if name == images_field}
+        return _as_written({name: value for name, value in made.items() if name not in images}, where) | images
 
     return own
 

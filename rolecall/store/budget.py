@@ -3,9 +3,11 @@
 One arithmetic for admission and for `rolecall check`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS, TOPK_IDS, TOPK_LOGPROBS
+from rolecall.data.dataset import RawPrompt
 from rolecall.data.mixture import read_mixture
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
@@ -16,6 +18,22 @@ STORE_SHARE = 0.8
 """Part of store.max_bytes that rows may take; the rest is the ledger's, the server's buffers' and a rewrite of the
 append-only file's.
 """
+
+
+@dataclass(frozen=True)
+class PromptBytes:
+    """The bytes of the largest prompt of a run."""
+
+    text: int
+    """Without its token ids and images: a group holds it once."""
+    images: int = 0
+    """The images of the prompt that has most of them: each row holds them."""
+
+    @classmethod
+    def largest(cls, prompts: Iterable[RawPrompt]) -> "PromptBytes":
+        """Those of the largest of `prompts`."""
+        sizes = [(prompt.num_bytes, prompt.image_bytes) for prompt in prompts]
+        return cls(max((text for text, _ in sizes), default=0), max((images for _, images in sizes), default=0))
 
 
 @dataclass(frozen=True)
@@ -34,15 +52,15 @@ class StoreBudget:
     """A batch at its longest takes so many."""
 
     @classmethod
-    def of(cls, settings: RunSettings, prompt_bytes: int) -> "StoreBudget":
-        """ConfigError when the store cannot hold the batches that must exist at the same time. `prompt_bytes`: of the
-        largest prompt, without its ids. A group holds its prompt once, in its first row, and while it is being
-        committed once more in the stream. A prompt that is too long to be admitted counts, too: that is known only once
+    def of(cls, settings: RunSettings, prompt: PromptBytes) -> "StoreBudget":
+        """ConfigError when the store cannot hold the batches that must exist at the same time. A group holds `prompt`,
+        the largest, once, in its first row, and while it is being committed once more in the stream; its images in
+        every row, and in the stream. A prompt that is too long to be admitted counts, too: that is known only once
         it is tokenized, when its turn comes.
         """
         algorithm = settings.algorithm
-        longest_bytes = _row_bytes(settings, settings.max_row_tokens, 1)
-        group_bytes = settings.responses_per_group * longest_bytes + 2 * prompt_bytes
+        longest_bytes = _row_bytes(settings, settings.max_row_tokens, 1) + prompt.images
+        group_bytes = settings.responses_per_group * longest_bytes + 2 * prompt.text + prompt.images
         budget = cls(
             int(settings.store.max_bytes * STORE_SHARE),
             group_bytes,
@@ -55,20 +73,20 @@ class StoreBudget:
                 f"store.max_bytes {settings.store.max_bytes} cannot hold {budget.num_batches} batches of "
                 f"{algorithm.groups_per_batch} "
                 f"groups at their longest ({needed} bytes, of a group {group_bytes}, twice the largest prompt of "
-                f"{prompt_bytes} included; "
-                f"rows may take {STORE_SHARE:.0%} of the store); "
+                f"{prompt.text} included"
+                + (f", and images of {prompt.images} in every row" if prompt.images else "")
+                + f"; rows may take {STORE_SHARE:.0%} of the store); "
                 "raise it, or lower sampling.max_tokens, environment.max_row_tokens, algorithm.groups_per_batch or "
                 "what data.train says of a prompt besides"
             )
         return budget
 
 
-def batch_bytes(settings: RunSettings, batch: TrainBatch, prompt_bytes: int) -> int:
-    """Bytes that the rows of a trained batch hold until a checkpoint covers it, where the largest prompt takes
-    `prompt_bytes`.
-    """
+def batch_bytes(settings: RunSettings, batch: TrainBatch, prompt: PromptBytes) -> int:
+    """Bytes that the rows of a trained batch hold until a checkpoint covers it, where `prompt` is the largest."""
     rows = rows_of(batch)
-    return _row_bytes(settings, sum(ref.num_tokens for ref in rows), len(rows)) + prompt_bytes * len(batch.gids)
+    held = prompt.text * len(batch.gids) + prompt.images * len(rows)
+    return _row_bytes(settings, sum(ref.num_tokens for ref in rows), len(rows)) + held
 
 
 def _row_bytes(settings: RunSettings, num_tokens: int, num_rows: int) -> int:

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from rolecall.columns import column
+from rolecall.columns import IMAGES, column
 from rolecall.errors import RowMissingError
 from rolecall.store import scripts
 from rolecall.store.connection import Connection
@@ -27,6 +27,8 @@ CHUNK_ROWS = 256
 CHUNK_BYTES = 8 * 2**20
 _WIDTH = 256
 """A guess at the numbers of one token in a wide column, to cut reads into chunks."""
+_IMAGE_BYTES = 2**18
+"""A guess at the bytes of a row's images, for the same."""
 
 
 class Rows:
@@ -153,7 +155,8 @@ class Rows:
 
     def _fields(self, refs: Sequence[RowRef], names: Sequence[str]) -> Iterator[list[bytes | None]]:
         per_token = sum(column(name).bytes_per_token(_WIDTH) for name in names if name != META)
-        for chunk in _cut(refs, [ref.num_tokens * per_token for ref in refs]):
+        per_row = _IMAGE_BYTES if IMAGES in names else 0
+        for chunk in _cut(refs, [ref.num_tokens * per_token + per_row for ref in refs]):
             yield from self._connection.pipeline([("HMGET", self._key(ref), *names) for ref in chunk])
 
 

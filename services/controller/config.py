@@ -1,11 +1,11 @@
 """The values that the controller derives from the run's settings: the bounds of admission."""
 
 from rolecall.settings import RunSettings
-from rolecall.store.budget import StoreBudget
+from rolecall.store.budget import PromptBytes, StoreBudget
 from services.controller.groups.admission import AdmissionPolicy
 
 
-def admission_policy(settings: RunSettings, prompt_bytes: int) -> AdmissionPolicy:
+def admission_policy(settings: RunSettings, prompt_bytes: PromptBytes) -> AdmissionPolicy:
     """ConfigError when the store cannot hold the batches that max_staleness allows, of prompts that take up to
     `prompt_bytes`.
     """

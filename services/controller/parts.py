@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rolecall.data.dataset import RawPrompt
 from rolecall.scoring.client import RewardClient
 from rolecall.settings import RunSettings
+from rolecall.store.budget import PromptBytes
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
 from rolecall.trackers import Trackers
@@ -34,7 +35,7 @@ class Parts:
     settings: RunSettings
     raw_prompts: Sequence[RawPrompt]
     """The training prompts as the data has them."""
-    prompt_bytes: int
+    prompt_bytes: PromptBytes
     """Bytes of the largest prompt."""
     renderer: PromptRenderer
     probe: weights_pb2.Probe

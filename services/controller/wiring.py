@@ -11,12 +11,14 @@ import grpc.aio
 from rolecall.algorithms.advantages.custom import load as load_advantage
 from rolecall.checkpoint.storage import open_storage
 from rolecall.data.dataset import load_prompts
+from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import UnavailableError
 from rolecall.identity import run_id
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring.client import open_client
 from rolecall.settings import CustomAdvantage, RunSettings
+from rolecall.store.budget import PromptBytes
 from rolecall.store.connection import Connection, connect
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
@@ -63,7 +65,7 @@ def wire(settings: RunSettings) -> Wiring:
     from here.
     """
     raw_prompts = load_prompts(settings.data.train, settings.data, settings.reward, settings.algorithm.distillation)
-    prompt_bytes = max(prompt.num_bytes for prompt in raw_prompts)
+    prompt_bytes = PromptBytes.largest(raw_prompts)
     policy = admission_policy(settings, prompt_bytes)
     if isinstance(settings.algorithm.advantage, CustomAdvantage):
         # what is wrong with it is said now, not when the first batch is sampled
@@ -72,7 +74,7 @@ def wire(settings: RunSettings) -> Wiring:
     ledger = Ledger(connection, settings.run.name)
     fleet = Fleet(settings, ledger, threads)
     tokenizer = ChatTokenizer.of(settings.model)
-    renderer = PromptRenderer(tokenizer, settings.data.max_prompt_tokens)
+    renderer = PromptRenderer(PromptEncoder.of(settings, tokenizer), settings.data.max_prompt_tokens)
     reward, reward_channel = open_client(settings.reward, _address("reward", settings.reward.address), settings.rpc)
     references, channels = _references(settings)
     actor, actor_channel = _actor(settings)

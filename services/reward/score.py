@@ -20,6 +20,7 @@ import numpy as np
 
 from rolecall.config_file import overrides_from
 from rolecall.data.dataset import RawPrompt, load_prompts, rows_of
+from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, RoleCallError, print_error
 from rolecall.scoring.client import open_client
@@ -80,14 +81,14 @@ def items_of(settings: RunSettings, file: Path, field: str) -> list[reward_pb2.S
     """
     if not file.is_file():
         raise ConfigError(f"FILE: {file} is no file; name one of rows with responses, .jsonl or .parquet")
-    tokenizer = ChatTokenizer.of(settings.model)
+    encoder = PromptEncoder.of(settings, ChatTokenizer.of(settings.model))
     prompts = load_prompts(file, settings.data, settings.reward)
     # as they were written: the field may be that of the prompt or the truth, or one that data.preprocess drops
     rows = {where: row for _, _, where, row in rows_of(file, "FILE")}
-    return [item for prompt in prompts for item in _items(prompt, rows[prompt.where].get(field), field, tokenizer)]
+    return [item for prompt in prompts for item in _items(prompt, rows[prompt.where].get(field), field, encoder)]
 
 
-def _items(prompt: RawPrompt, given: object, field: str, tokenizer: ChatTokenizer) -> list[reward_pb2.ScoreItem]:
+def _items(prompt: RawPrompt, given: object, field: str, encoder: PromptEncoder) -> list[reward_pb2.ScoreItem]:
     """Items of the responses `given`, which the row of `prompt` has in `field`."""
     responses = given if isinstance(given, list) else [given]
     if not responses or not all(isinstance(response, str) for response in responses):
@@ -95,14 +96,14 @@ def _items(prompt: RawPrompt, given: object, field: str, tokenizer: ChatTokenize
             f"{prompt.where}, field {field!r}: no response; write text or a list of texts, or set --response-field"
         )
     metadata = {name: value for name, value in prompt.metadata.items() if name != field}
-    prompt_ids = np.asarray(tokenizer.encode(tokenizer.render(prompt.chat)), "<i4").tobytes()
+    tokenizer, prompt_ids = encoder.tokenizer, np.asarray(encoder.encode(prompt)[0], "<i4").tobytes()
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     items = []
     for number, response in enumerate(responses):
         ids = [*(tokenizer.encode(response) if response else []), *eos]
         item = reward_pb2.ScoreItem(
             id=f"{prompt.uid}/{number}",
-            messages=[trajectory_pb2.Message(**message) for message in prompt.chat],
+            messages=[trajectory_pb2.Message(**message) for message in prompt.said],
             response_text=response,
             prompt_token_ids=prompt_ids,
             response_token_ids=np.asarray(ids, "<i4").tobytes(),

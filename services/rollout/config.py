@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.data.engine_limits import check_engine
+from rolecall.data.images.tokens import read_visual_tokens
 from rolecall.data.mixture import Mixture, read_mixture
 from rolecall.data.model_files import (
     eos_token_ids,
@@ -74,6 +75,8 @@ class RolloutConfig:
     """The adapters that the actor publishes; None: it publishes whole models."""
     is_recurrent: bool
     """Whether layers of the model hand a state from token to token."""
+    image_token_id: int | None
+    """The placeholder of images in prompts; None: the model sees none."""
     mixture: Mixture | None
     """The experts of the model, where each sample says which its tokens were sent to (actor.router_replay r3)."""
 
@@ -86,6 +89,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
     devices = _devices(settings, index)
     path = settings.model.path
     check_engine(settings)
+    visual_tokens = read_visual_tokens(path)
     longest = min(max_model_tokens(path), settings.longest_trajectory)
     return RolloutConfig(
         model_path=path,
@@ -111,6 +115,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         in_one_process=section.workers_per_replica == 1,
         lora=settings.actor.lora,
         is_recurrent=has_recurrent_layers(text_config(path)),
+        image_token_id=None if visual_tokens is None else visual_tokens.token_id,
         mixture=read_mixture(path) if settings.actor.router_replay == "r3" else None,
     )
 

@@ -42,6 +42,7 @@ from rolecall.weights.engine_calls import join_epoch, receive_version
 from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array
 from services.rollout.config import RolloutConfig
+from services.rollout.image_prompts import ImagePrompts
 from services.rollout.sampling import (
     EngineInfo,
     MeetingPlace,
@@ -85,6 +86,9 @@ class VllmEngine:
             disable_log_stats=arguments.disable_log_stats,
         )
         self._use_log: UseLog = self._llm.logger_manager.stat_loggers[0]
+        self._image_prompts = None
+        if config.image_token_id is not None:
+            self._image_prompts = ImagePrompts(self._llm.renderer, config.image_token_id)
         if config.float32_head and self._llm.model_config.head_dtype != torch.float32:
             raise ConfigError(
                 "model.head_dtype float32: vLLM does not compute logits in float32 on this device; leave it at model"
@@ -150,10 +154,17 @@ class VllmEngine:
         """Implements SamplingEngine.sample."""
         params = sampling_params(request, self._info.eos_token_ids)
         async with self._places:  # bounded: by generation_timeout_s of whoever asks, as what is inside
-            prompt = tokens_input(list(request.prompt_token_ids), cache_salt=str(self._num_loads))
+            prompt = await self._prompt(request)
             output = await self._final(prompt, params, request.request_id, PRIORITY)
         sample = _sample(output, request)
         return sample if self._mixture is None else replace(sample, routing=_routing(output, self._mixture))
+
+    async def _prompt(self, request: SampleRequest) -> Any:
+        if not request.images:
+            return tokens_input(list(request.prompt_token_ids), cache_salt=str(self._num_loads))
+        if self._image_prompts is None:
+            raise InvalidInputError(f"request {request.request_id} has images, and the engine's model sees none")
+        return await self._image_prompts.of(request, self._num_loads)
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         """Implements SamplingEngine.probe. In vLLM's pause "wait" our scheduler begins a probe and nothing else; what
@@ -360,6 +371,8 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         worker_extension_cls="rolecall.weights.receiver.WorkerExtension",
         enable_return_routed_experts=config.mixture is not None,
     )
+    if config.image_token_id is not None:
+        arguments = replace(arguments, **_for_images(config))
     arguments = replace(arguments, **config.engine, **(_for_adapters(config.lora) if config.lora is not None else {}))
     if config.batch_invariant and not config.devices:
         # No kernel on CPUs is batch-invariant: the batch is one response, whose prompt is computed like any other's.
@@ -375,6 +388,19 @@ def _know_the_model(path: Path) -> None:
     for name in json.loads((path / "config.json").read_text()).get("architectures") or ():
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def _for_images(config: RolloutConfig) -> dict[str, Any]:
+    """vLLM's processor of images needs a tokenizer, for texts that it is never given here. Its cache of processed
+    images stays off: it has a half in either process, and a pause clears the core's alone. On CPUs a trial of the
+    largest image that the model takes would cost minutes at the start, to size a cache that has its size.
+    """
+    return {
+        "skip_tokenizer_init": False,
+        "limit_mm_per_prompt": {"video": 0},
+        "mm_processor_cache_gb": 0,
+        "skip_mm_profiling": not config.devices,
+    }
 
 
 def _for_adapters(lora: LoraSection) -> dict[str, Any]:

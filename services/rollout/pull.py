@@ -74,6 +74,8 @@ class PullSettings:
     """Life of staged rows whose group is not committed."""
     max_deliveries: int
     """Failures after which an abandoned group is given to nobody else."""
+    shows_images: bool = False
+    """Whether prompts may show images."""
 
 
 @dataclass(eq=False)
@@ -118,6 +120,7 @@ class PullLoop:
             consumer=settings.consumer,
             timeout_s=settings.generation_timeout_s,
             row_expiry_s=settings.row_expiry_s,
+            shows_images=settings.shows_images,
         )
         self._on_turn = on_turn
         self._work: dict[tuple[str, str], _Work] = {}

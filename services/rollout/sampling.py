@@ -53,6 +53,8 @@ class SampleRequest:
     sampling: trajectory_pb2.SamplingParams
     seed: int
     """63 bits; unused when temperature is 0."""
+    images: Sequence[bytes] = ()
+    """Files of the images that the prompt shows, in the order in which their tokens stand in it."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """A small deterministic RolloutEngine in this process: the twin of vLLM for tests and for trying a pipeline without a
 model.
 
-A response's tokens follow from (prompt, seed, version) by a hash, so that two versions differ and a repetition does
-not. Token by token it yields to the event loop, so that requests can be paused, kept over a load and aborted as in the
-real engine. Weights are never received: each join or receive answers what the next entry of its script says.
+A response's tokens follow from (prompt, its images, seed, version) by a hash, so that two versions differ and a
+repetition does not. Token by token it yields to the event loop, so that requests can be paused, kept over a load and
+aborted as in the real engine. Weights are never received: each join or receive answers what the next entry of its
+script says.
 """
 
 import asyncio
@@ -161,7 +162,8 @@ class ScriptedEngine:
     def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
         seed = 0 if request.sampling.temperature == 0 else request.seed
         text = f"{list(request.prompt_token_ids)}/{seed}/{self._version}/{position}".encode()
-        draw = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
+        shown = b"".join(request.images)
+        draw = int.from_bytes(hashlib.blake2b(text + shown, digest_size=4).digest(), "little")
         token = self._info.eos_token_ids[0] if draw % 8 == 0 else 3 + draw % (self._vocab_size - 3)
         return token, -1.0 - (draw % 1000) / 1000
 

@@ -103,11 +103,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def _requests(self, request: rollout_pb2.GenerateRequest) -> list[SampleRequest]:
         check_sampling(request.sampling, request.num_responses)
-        ids = prompt_token_ids(request.prompt)
+        ids, images = prompt_token_ids(request.prompt), tuple(request.prompt.images)
         self._num_calls += 1
         return [
             SampleRequest(
-                f"{request.id}/{i}:call-{self._num_calls}", ids, request.sampling, seed_of(request.seed, 0, i)
+                f"{request.id}/{i}:call-{self._num_calls}", ids, request.sampling, seed_of(request.seed, 0, i), images
             )
             for i in range(request.num_responses)
         ]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from rolecall.columns import IMAGES
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import StoreFullError
 from rolecall.store.prompts import Claim
@@ -14,7 +15,7 @@ from rolecall.trajectory import trajectory_id
 from rolecall.v1 import trajectory_pb2
 from services.rollout.replica import Response
 from services.rollout.sampling import SampleRequest
-from services.rollout.trajectories import columns, trajectory_meta
+from services.rollout.trajectories import columns, images_column, trajectory_meta
 
 logger = logging.getLogger(__name__)
 FULL_S = 0.5
@@ -25,16 +26,24 @@ class Staging:
     """The writer of a consumer's rows."""
 
     def __init__(
-        self, rows: Rows, tokenizer: ChatTokenizer, *, consumer: str, timeout_s: float, row_expiry_s: int
+        self,
+        rows: Rows,
+        tokenizer: ChatTokenizer,
+        *,
+        consumer: str,
+        timeout_s: float,
+        row_expiry_s: int,
+        shows_images: bool,
     ) -> None:
         """`timeout_s` bounds the wait for room in the store; `row_expiry_s` is the life of rows whose group is not
-        committed.
+        committed; `shows_images`: whether prompts may show images, so that every row has a column of them.
         """
         self._rows = rows
         self._tokenizer = tokenizer
         self._consumer = consumer
         self._timeout_s = timeout_s
         self._row_expiry_s = row_expiry_s
+        self._shows_images = shows_images
 
     async def stage(
         self, claim: Claim, requests: Sequence[SampleRequest], responses: Sequence[Response]
@@ -44,6 +53,7 @@ class Staging:
         """
         group = claim.group
         refs, arrays, metas = [], [], []
+        images = {IMAGES: images_column(group.prompt)} if self._shows_images else {}
         for index, (request, response) in enumerate(zip(requests, responses, strict=True)):
             id = trajectory_id(group.gid, index)
             meta = trajectory_meta(id, group.prompt, request, response, self._tokenizer, self._consumer)
@@ -53,7 +63,7 @@ class Staging:
             ids = request.prompt_token_ids
             num_tokens = len(ids) + len(response.sample.token_ids)
             refs.append(self._rows.ref(id, claim.token, num_tokens, response.segment_starts))
-            arrays.append(columns(ids, response))
+            arrays.append({**columns(ids, response), **images})
             metas.append(meta)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s

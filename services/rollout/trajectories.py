@@ -61,8 +61,9 @@ def group_requests(group: trajectory_pb2.PromptGroup, attempt: str) -> list[Samp
         greedy.CopyFrom(group.sampling)
         greedy.temperature = 0
         samplings.append(greedy)
+    images = tuple(group.prompt.images)
     return [
-        SampleRequest(f"{group.gid}/{i}:{attempt}", ids, sampling, seed_of(group.run_seed, group.gid, i))
+        SampleRequest(f"{group.gid}/{i}:{attempt}", ids, sampling, seed_of(group.run_seed, group.gid, i), images)
         for i, sampling in enumerate(samplings)
     ]
 
@@ -90,6 +91,11 @@ def columns(ids: Sequence[int], response: Response) -> dict[str, Array]:
         "policy_versions": versions,
         **routed,
     }
+
+
+def images_column(prompt: trajectory_pb2.Prompt) -> Array:
+    """The column `images` of every row that answers `prompt`: uint8 [bytes], none of a prompt of text."""
+    return np.frombuffer(trajectory_pb2.Images(files=prompt.images).SerializeToString(), dtype=np.uint8)
 
 
 def token_ledger(responses: Sequence[Response], num_responses: int) -> trajectory_pb2.EpisodeTokens:
@@ -137,6 +143,7 @@ def trajectory_meta(
     described = trajectory_pb2.Prompt()
     described.CopyFrom(prompt)
     described.ClearField("token_ids")
+    described.ClearField("images")
     return trajectory_pb2.TrajectoryMeta(
         id=id,
         prompt=described,

@@ -16,7 +16,7 @@ from rolecall.data.dataset import load_prompts
 from rolecall.errors import BudgetSpentError, CheckpointMismatchError
 from rolecall.identity import kept, settle
 from rolecall.settings import RunSettings
-from rolecall.store.budget import STORE_SHARE, StoreBudget
+from rolecall.store.budget import STORE_SHARE, PromptBytes, StoreBudget
 from rolecall.v1 import controller_pb2 as pb
 from services.controller import loop, threads
 from services.controller.durable.run_point import RunPoint
@@ -41,7 +41,7 @@ def crowd(run: TwinRun) -> None:
     """Gives the run the least store that its settings allow."""
     settings = run.settings
     raw = load_prompts(settings.data.train, settings.data, settings.reward, settings.algorithm.distillation)
-    budget = StoreBudget.of(settings, max(prompt.num_bytes for prompt in raw))
+    budget = StoreBudget.of(settings, PromptBytes.largest(raw))
     least = int(budget.num_batches * budget.batch_bytes / STORE_SHARE) + 2
     run.settings = settings.model_copy(update={"store": settings.store.model_copy(update={"max_bytes": least})})
 

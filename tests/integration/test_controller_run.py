@@ -19,6 +19,7 @@ import pytest
 from rolecall.commands import steer
 from rolecall.contract import contract_version
 from rolecall.data.dataset import load_prompts
+from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import (
     BudgetSpentError,
@@ -523,7 +524,7 @@ def admitted_uids(run: TwinRun) -> list[str]:
 
 def first_uids(run: TwinRun, number: int) -> list[str]:
     """The uids of the first prompts of the run's sequence."""
-    data, renderer = run.settings.data, PromptRenderer(ChatTokenizer(run.settings.model.path), 48)
+    data, renderer = run.settings.data, PromptRenderer(PromptEncoder(ChatTokenizer(run.settings.model.path)), 48)
     prompts = load_prompts(data.train, data, run.settings.reward)
     sequence = PromptSequence(prompts, renderer, seed=run.settings.run.seed, shuffle=data.shuffle)
     return [sequence.next().uid for _ in range(number)]

@@ -13,7 +13,7 @@ import pytest
 
 from rolecall.data.dataset import load_prompts
 from rolecall.errors import BudgetSpentError
-from rolecall.store.budget import STORE_SHARE, StoreBudget
+from rolecall.store.budget import STORE_SHARE, PromptBytes, StoreBudget
 from rolecall.training.serving.trainer import Progress
 from rolecall.v1 import controller_pb2
 from rolecall.v1.trajectory_pb2 import TrainBatch, TrajectoryMeta
@@ -229,10 +229,8 @@ async def test_a_controller_that_finds_the_store_full_of_trained_rows_frees_them
 
 def _leave_room_for(run: TwinRun, num_batches: float) -> None:
     """Gives the next controller a store of so many batches at their longest."""
-    prompt_bytes = max(
-        prompt.num_bytes for prompt in load_prompts(run.settings.data.train, run.settings.data, run.settings.reward)
-    )
-    longest = StoreBudget.of(run.settings, prompt_bytes).batch_bytes
+    prompts = load_prompts(run.settings.data.train, run.settings.data, run.settings.reward)
+    longest = StoreBudget.of(run.settings, PromptBytes.largest(prompts)).batch_bytes
     max_bytes = int(num_batches * longest / STORE_SHARE) + 8
     run.settings = run.settings.model_copy(
         update={"store": run.settings.store.model_copy(update={"max_bytes": max_bytes})}

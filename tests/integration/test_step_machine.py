@@ -18,7 +18,7 @@ import pytest
 from rolecall.errors import RoleCallError
 from rolecall.rpc.fence import Fence
 from rolecall.settings import RunSettings
-from rolecall.store.budget import batch_bytes
+from rolecall.store.budget import PromptBytes, batch_bytes
 from rolecall.training.serving.calls import TrainerCalls
 from rolecall.training.serving.device_thread import DeviceThread
 from rolecall.training.serving.train_chain import TrainChain
@@ -256,7 +256,7 @@ def test_a_life_frees_what_overlapping_checkpoints_cover_once(
             if instant == "the checkpoint is begun" and step == 3:
                 batch = machine.ledger.sealed(2)
                 assert batch is not None
-                retained.append((loop._intake.retained_bytes, batch_bytes(machine.settings, batch, 0)))
+                retained.append((loop._intake.retained_bytes, batch_bytes(machine.settings, batch, PromptBytes(0))))
 
         loop = Loop(machine.parts(board), recovered, at)
         sampling = asyncio.create_task(machine.sample())
@@ -287,7 +287,11 @@ def test_a_life_begins_with_what_its_trainers_need_again_and_with_what_was_seen(
     position = machine.ledger.position()
     kept = [machine.ledger.sealed(step) for step in range(position.freed_step, position.step)]
     assert recovered.saved_step == position.freed_step == position.step - 2 > 0
-    assert recovered.retained_bytes == sum(batch_bytes(machine.settings, batch, 0) for batch in kept if batch) > 0
+    assert (
+        recovered.retained_bytes
+        == sum(batch_bytes(machine.settings, batch, PromptBytes(0)) for batch in kept if batch)
+        > 0
+    )
     assert recovered.policy_version == 9
     assert recovered.step_of_version[position.policy_version] <= position.step
     assert recovered.is_actor_restored

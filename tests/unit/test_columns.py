@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from rolecall.columns import COLUMNS, Plugin, Writer, columns_for, columns_of
 from rolecall.errors import ConfigError
 from rolecall.settings import CustomAdvantage
+from rolecall.store.budget import PromptBytes
 from rolecall.store.position import RunPosition
 from rolecall.v1 import trajectory_pb2
 from services.controller.durable.recovery import Recovery
@@ -77,7 +78,7 @@ def test_a_batch_that_lacks_what_the_actor_reads_is_refused_unless_the_critic_al
     batch = trajectory_pb2.TrainBatch(critic_only=critic_only, columns=["token_ids"])
     settings = SimpleNamespace(columns_trained_on={"ref/logprobs": "algorithm.kl"})
     ledger = SimpleNamespace(sealed=lambda step: batch)
-    recovery = Recovery(cast(Any, settings), cast(Any, ledger), NOTHING, NOTHING, (), NOTHING, 0, print)
+    recovery = Recovery(cast(Any, settings), cast(Any, ledger), NOTHING, NOTHING, (), NOTHING, PromptBytes(0), print)
     position = cast(RunPosition, SimpleNamespace(set_back=False, step=4))
     if critic_only:
         recovery.require_columns(position, 4)
@@ -96,7 +97,9 @@ def test_groups_in_flight_that_were_ranked_for_another_top_k_are_refused(top_k: 
     rows = SimpleNamespace(read=lambda refs, columns, optional: [read[refs[0].id]])
     distillation = SimpleNamespace(top_k=top_k)
     settings = SimpleNamespace(algorithm=SimpleNamespace(distillation=distillation))
-    recovery = Recovery(cast(Any, settings), cast(Any, ledger), cast(Any, rows), NOTHING, (), NOTHING, 0, print)
+    recovery = Recovery(
+        cast(Any, settings), cast(Any, ledger), cast(Any, rows), NOTHING, (), NOTHING, PromptBytes(0), print
+    )
     if top_k == 8:
         with pytest.raises(ConfigError, match=r"ranked for 4, and 8 make no batch with them; resume with 4"):
             recovery.require_one_width()
@@ -127,9 +130,9 @@ def test_bytes_of_a_token_are_those_of_the_dtype() -> None:
 def test_columns_keep_the_dtypes_and_lengths_of_the_rows_that_hold_them_already() -> None:
     dtypes = dict.fromkeys(("token_ids", "policy_versions", "teacher/topk_ids"), "<i4")
     dtypes |= dict.fromkeys(("response_mask", "loss_mask", "routed_experts", "old_routed_experts"), "u1")
-    dtypes["reward_component_names"] = "u1"
+    dtypes |= dict.fromkeys(("reward_component_names", "images"), "u1")
     assert {name: column.dtype for name, column in COLUMNS.items()} == dict.fromkeys(COLUMNS, "<f4") | dtypes
-    of_a_row = {"reward", "reward_components", "reward_component_names", "bootstrap_value"}
+    of_a_row = {"reward", "reward_components", "reward_component_names", "bootstrap_value", "images"}
     assert {name for name, column in COLUMNS.items() if not column.per_token} == of_a_row
 
 

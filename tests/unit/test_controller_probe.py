@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rolecall.data.dataset import load_prompts
+from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.v1 import actor_pb2, rollout_pb2, weights_pb2
 from rolecall.wire import Array, decode_tensor, encode_tensor
@@ -158,7 +159,7 @@ def prompts(tmp_path: Path, make_settings: MakeSettings) -> PromptSequence:
         "".join(f'{{"prompt": "what is {i} + {i}?", "ground_truth": "{2 * i}"}}\n' for i in range(40))
     )
     write_tokenizer(tmp_path)
-    renderer = PromptRenderer(ChatTokenizer(tmp_path), settings.data.max_prompt_tokens)
+    renderer = PromptRenderer(PromptEncoder(ChatTokenizer(tmp_path)), settings.data.max_prompt_tokens)
     return PromptSequence(
         load_prompts(settings.data.train, settings.data, settings.reward), renderer, seed=0, shuffle=False
     )

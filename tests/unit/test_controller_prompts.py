@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from rolecall.algorithms.curriculum import is_visited
 from rolecall.data.dataset import RawPrompt, load_prompts
+from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError
 from rolecall.settings import CurriculumSection, DataSection, RewardSection
@@ -231,7 +232,7 @@ def test_a_conversation_that_the_template_refuses_is_named_by_its_line(tmp_path:
         ConfigError,
         match=r"p\.jsonl, line 1: the chat template cannot render the turns system, user \(no system turn\); mend",
     ):
-        PromptRenderer(ChatTokenizer(tmp_path / "tokenizer"), 48).render(prompt, 0)
+        PromptRenderer(PromptEncoder(ChatTokenizer(tmp_path / "tokenizer")), 48).render(prompt, 0)
 
 
 def test_a_missing_or_empty_dataset_is_refused(tmp_path: Path) -> None:
@@ -273,7 +274,7 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
 @pytest.fixture
 def renderer(tmp_path: Path) -> PromptRenderer:
     write_tokenizer(tmp_path / "tokenizer")
-    return PromptRenderer(ChatTokenizer(tmp_path / "tokenizer"), max_prompt_tokens=48)
+    return PromptRenderer(PromptEncoder(ChatTokenizer(tmp_path / "tokenizer")), max_prompt_tokens=48)
 
 
 def sequence(

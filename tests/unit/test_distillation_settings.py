@@ -15,7 +15,7 @@ from rolecall.columns import TOPK_IDS, TOPK_LOGPROBS
 from rolecall.data.dataset import load_prompts
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import DataSection, DistillationSection, RewardSection, RunSettings
-from rolecall.store.budget import StoreBudget
+from rolecall.store.budget import PromptBytes, StoreBudget
 from rolecall.trajectory import decode_column, encode_column
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array
@@ -118,7 +118,7 @@ def test_the_store_holds_one_teachers_columns_however_many_there_are(make_settin
     )
     ranked, none = distilling(make_settings, {"teacher": "wise", **RANKED}, "wise"), make_settings()
     per_row = [
-        StoreBudget.of(settings, 0).group_bytes // settings.sampling.num_responses
+        StoreBudget.of(settings, PromptBytes(0)).group_bytes // settings.sampling.num_responses
         for settings in (none, one, two, ranked)
     ]
     num_tokens = none.data.max_prompt_tokens + none.sampling.max_tokens

@@ -11,7 +11,7 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.checks import explain_environment, row_problem
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
-from rolecall.store.budget import StoreBudget
+from rolecall.store.budget import PromptBytes, StoreBudget
 from rolecall.v1 import environment_pb2
 from tests.smallest import smallest_tree
 from tests.tiny_tokenizer import THINKING_TEMPLATE, write_tokenizer
@@ -68,7 +68,7 @@ def test_a_row_is_as_long_as_a_conversation_unless_it_is_said_and_the_store_is_b
     assert run.max_row_tokens == longest
     longer = settings(tmp_path, {"kind": "environment"}, environment={**ADDRESS, "max_row_tokens": 4 * longest})
     assert longer.max_row_tokens == 4 * longest
-    grown = StoreBudget.of(longer, 0).group_bytes / StoreBudget.of(run, 0).group_bytes
+    grown = StoreBudget.of(longer, PromptBytes(0)).group_bytes / StoreBudget.of(run, PromptBytes(0)).group_bytes
     assert 3 < grown < 4, "what a row takes beside its tokens stays"
 
 

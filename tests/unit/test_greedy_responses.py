@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rolecall.settings import RunSettings
-from rolecall.store.budget import StoreBudget, batch_bytes
+from rolecall.store.budget import PromptBytes, StoreBudget, batch_bytes
 from rolecall.trajectory import row_bytes, rows_of
 from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch
 from rolecall.wire import Array
@@ -104,9 +104,9 @@ def test_the_store_has_room_for_greedy_rows() -> None:
         sampling={"num_responses": 3, "max_tokens": 100}, data={"train": "train.jsonl", "max_prompt_tokens": 28}
     )
     one = row_bytes(128, settings.columns, {})
-    assert StoreBudget.of(settings, 0).group_bytes == 4 * one
+    assert StoreBudget.of(settings, PromptBytes(0)).group_bytes == 4 * one
     batch = TrainBatch(rows=[RowRef(num_tokens=128)] * 3, greedy_rows=[RowRef(num_tokens=128)])
-    assert batch_bytes(settings, batch, 0) == 4 * one
+    assert batch_bytes(settings, batch, PromptBytes(0)) == 4 * one
 
 
 def test_groups_in_hand_leave_room_for_their_greedy_responses(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rolecall.commands.check import find_problems
 from rolecall.data.mixture import Mixture, read_mixture
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import RunSettings, SftSettings, load_settings
-from rolecall.store.budget import StoreBudget, batch_bytes
+from rolecall.store.budget import PromptBytes, StoreBudget, batch_bytes
 from rolecall.training.model.router_replay import Routes, decode_routing
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from services.rollout.config import configure
@@ -78,10 +78,10 @@ def test_the_store_has_room_for_what_is_replayed(
     write_model(tmp_path / "model", **EXPERTS)
     off, on = make_settings(), make_settings(actor={"router_replay": replay})
     tokens = off.data.max_prompt_tokens + off.sampling.max_tokens
-    longest = [StoreBudget.of(settings, 0).group_bytes for settings in (off, on)]
+    longest = [StoreBudget.of(settings, PromptBytes(0)).group_bytes for settings in (off, on)]
     assert longest[1] - longest[0] == off.responses_per_group * tokens * 384
     batch = TrainBatch(rows=[RowRef(num_tokens=100), RowRef(num_tokens=50)], gids=[1])
-    assert batch_bytes(on, batch, 0) - batch_bytes(off, batch, 0) == 150 * 384
+    assert batch_bytes(on, batch, PromptBytes(0)) - batch_bytes(off, batch, PromptBytes(0)) == 150 * 384
 
 
 def test_a_pass_that_is_not_made_cannot_be_replayed(make_settings: Callable[..., RunSettings]) -> None:

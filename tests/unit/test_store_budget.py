@@ -11,10 +11,11 @@ import pytest
 
 from rolecall.columns import COLUMNS
 from rolecall.data.dataset import RawPrompt
+from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
-from rolecall.store.budget import STORE_SHARE, StoreBudget, batch_bytes
+from rolecall.store.budget import STORE_SHARE, PromptBytes, StoreBudget, batch_bytes
 from rolecall.trajectory import row_bytes
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from services.controller.groups.prompts import PromptRenderer
@@ -28,13 +29,15 @@ def test_the_store_must_hold_the_batches_in_flight_and_one_that_no_checkpoint_co
     """At staleness S batches k .. k + S are in flight while the rows of k - 1 wait for a checkpoint: S + 2."""
     algorithm = {"groups_per_batch": 2, "max_staleness": max_staleness}
     num_batches = max_staleness + 2
-    enough = int(num_batches * StoreBudget.of(make_settings(algorithm=algorithm), 0).batch_bytes / STORE_SHARE)
+    enough = int(
+        num_batches * StoreBudget.of(make_settings(algorithm=algorithm), PromptBytes(0)).batch_bytes / STORE_SHARE
+    )
     assert (
-        StoreBudget.of(make_settings(algorithm=algorithm, store={"max_bytes": enough + 4}), 0).num_batches
+        StoreBudget.of(make_settings(algorithm=algorithm, store={"max_bytes": enough + 4}), PromptBytes(0)).num_batches
         == num_batches
     )
     with pytest.raises(ConfigError, match=f"cannot hold {num_batches} batches"):
-        StoreBudget.of(make_settings(algorithm=algorithm, store={"max_bytes": enough - 4}), 0)
+        StoreBudget.of(make_settings(algorithm=algorithm, store={"max_bytes": enough - 4}), PromptBytes(0))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 1000])
@@ -54,10 +57,10 @@ def test_a_group_at_its_longest_holds_the_largest_prompt(make_settings: Callable
     alone.
     """
     settings = make_settings(algorithm={"groups_per_batch": 4})
-    without, with_it = StoreBudget.of(settings, 0), StoreBudget.of(settings, 10_000)
+    without, with_it = StoreBudget.of(settings, PromptBytes(0)), StoreBudget.of(settings, PromptBytes(10_000))
     assert (with_it.group_bytes - without.group_bytes, with_it.batch_bytes - without.batch_bytes) == (20_000, 80_000)
     batch = TrainBatch(rows=[RowRef(num_tokens=128)] * 8, gids=[1, 2])
-    assert batch_bytes(settings, batch, 10_000) - batch_bytes(settings, batch, 0) == 20_000
+    assert batch_bytes(settings, batch, PromptBytes(10_000)) - batch_bytes(settings, batch, PromptBytes(0)) == 20_000
 
 
 def test_a_trained_batch_is_counted_row_by_row_and_at_once(make_settings: Callable[..., RunSettings]) -> None:
@@ -70,7 +73,7 @@ def test_a_trained_batch_is_counted_row_by_row_and_at_once(make_settings: Callab
     before = sys.getprofile()
     sys.setprofile(lambda frame, event, _: called.update([frame.f_code.co_name] if event == "call" else []))
     try:
-        counted = batch_bytes(settings, batch, 0)
+        counted = batch_bytes(settings, batch, PromptBytes(0))
     finally:
         sys.setprofile(before)
     assert called["row_bytes"] == 1
@@ -80,9 +83,9 @@ def test_a_trained_batch_is_counted_row_by_row_and_at_once(make_settings: Callab
 def test_prompts_too_large_for_the_store_are_refused_and_named(make_settings: Callable[..., RunSettings]) -> None:
     """A megabyte of tests for each prompt: what the responses take would fit."""
     settings = make_settings(algorithm={"groups_per_batch": 64}, store={"max_bytes": 128 * 2**20})
-    StoreBudget.of(settings, 1000)
+    StoreBudget.of(settings, PromptBytes(1000))
     with pytest.raises(ConfigError, match=r"twice the largest prompt of 1000000 included.*data\.train"):
-        StoreBudget.of(settings, 1_000_000)
+        StoreBudget.of(settings, PromptBytes(1_000_000))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ def test_prompts_too_large_for_the_store_are_refused_and_named(make_settings: Ca
 def test_a_prompt_takes_no_more_than_is_counted_for_it(tmp_path: Path, metadata: dict[str, Any]) -> None:
     write_tokenizer(tmp_path)
     raw = RawPrompt("17", (("system", "be short"), ("user", "1 + 1 =")), "2", metadata)
-    prompt = PromptRenderer(ChatTokenizer(tmp_path), 1000).render(raw, 3)
+    prompt = PromptRenderer(PromptEncoder(ChatTokenizer(tmp_path)), 1000).render(raw, 3)
     assert prompt is not None
     prompt.ClearField("token_ids")
     assert prompt.ByteSize() <= raw.num_bytes <= 2 * prompt.ByteSize() + 200

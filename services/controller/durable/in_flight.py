@@ -7,6 +7,7 @@ import base64
 import contextlib
 from collections.abc import Sequence
 
+from rolecall.columns import IMAGES
 from rolecall.errors import RowMissingError
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
@@ -29,9 +30,13 @@ def prompts_in_flight(ledger: Ledger, rows: Rows, next_gid: int) -> list[traject
 
 
 def _prompt_of(rows: Rows, ref: trajectory_pb2.RowRef) -> trajectory_pb2.Prompt:
-    """The prompt of a committed row: meta leaves its token ids out, they are the head of the row's own."""
-    meta, row = rows.read_meta([ref])[0], rows.read([ref], ["token_ids"])[0]
+    """The prompt of a committed row: meta leaves its token ids out, they are the head of the row's own, and its images,
+    which are a column.
+    """
+    (row,), (meta,) = rows.read_with_meta([ref], ["token_ids"], [IMAGES])
     meta.prompt.token_ids = row["token_ids"][: meta.num_prompt_tokens].tobytes()
+    if IMAGES in row:
+        meta.prompt.images.extend(trajectory_pb2.Images.FromString(row[IMAGES].tobytes()).files)
     return meta.prompt
 
 

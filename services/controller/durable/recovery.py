@@ -14,7 +14,7 @@ from rolecall.checkpoint.manifest import Committed
 from rolecall.columns import TOPK_IDS
 from rolecall.errors import CheckpointMismatchError, ConfigError, StoreRolledBackError
 from rolecall.settings import RunSettings
-from rolecall.store.budget import batch_bytes
+from rolecall.store.budget import PromptBytes, batch_bytes
 from rolecall.store.ledger import Ledger
 from rolecall.store.position import RunPosition, Snapshot
 from rolecall.store.rows import Rows
@@ -40,7 +40,7 @@ class Recovery:
     trainers: Sequence[Trainer]
     """The actor first."""
     checkpoints: Checkpoints
-    prompt_bytes: int
+    prompt_bytes: PromptBytes
     """Bytes of the largest prompt."""
     report: Callable[[str], None]
     """Called with what is awaited."""

@@ -17,8 +17,8 @@ from google.protobuf import struct_pb2
 
 from rolecall.algorithms.curriculum import is_visited, updated_rate
 from rolecall.data.dataset import RawPrompt
-from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.data.images.prompts import PromptEncoder
+from rolecall.errors import ConfigError
 from rolecall.settings import CurriculumSection
 from rolecall.store.position import SuccessRate
 from rolecall.v1 import trajectory_pb2
@@ -29,18 +29,15 @@ logger = logging.getLogger(__name__)
 class PromptRenderer:
     """Renders and tokenizes once; the ids are the truth from there on."""
 
-    def __init__(self, tokenizer: ChatTokenizer, max_prompt_tokens: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, encoder: PromptEncoder, max_prompt_tokens: int) -> None:
+        self._encoder = encoder
         self._max_prompt_tokens = max_prompt_tokens
 
     def render(self, raw: RawPrompt, epoch: int) -> trajectory_pb2.Prompt | None:
-        """The prompt with its token ids, or None when it is longer than max_prompt_tokens. ConfigError names the line
-        that cannot be rendered.
+        """The prompt with its token ids and images, or None when it is longer than max_prompt_tokens. ConfigError names
+        the line that cannot be rendered.
         """
-        try:
-            token_ids = self._tokenizer.encode(self._tokenizer.render(raw.chat))
-        except InvalidInputError as error:
-            raise ConfigError(f"{raw.where}: {error.message}") from error
+        token_ids, images = self._encoder.encode(raw)
         if len(token_ids) > self._max_prompt_tokens:
             return None
         metadata = struct_pb2.Struct()
@@ -49,10 +46,11 @@ class PromptRenderer:
             uid=raw.uid,
             epoch=epoch,
             token_ids=np.asarray(token_ids, "<i4").tobytes(),
-            messages=[trajectory_pb2.Message(**message) for message in raw.chat],
+            messages=[trajectory_pb2.Message(**message) for message in raw.said],
             ground_truth=raw.ground_truth,
             other_ground_truths=raw.other_ground_truths,
             metadata=metadata,
+            images=images,
         )
 
 

@@ -1,0 +1,96 @@
+"""The files of images that prompts show: what a row of a dataset may say of them, their bytes, their pixels.
+
+Whoever opens an image does so by `open_image`, so that controller, sampler and trainers see the same pixels. What
+becomes of these is the image processor's of the model directory.
+"""
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.rpc.options import MAX_MESSAGE_BYTES
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MARK = "<image>"
+"""Stands in a message's text where it shows an image."""
+MAX_BYTES = MAX_MESSAGE_BYTES // 2
+"""Most bytes of a prompt's images together: an evaluation sends them in one message, beside the text."""
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """One image of a row, as the row has it: in a file of its own, or inside the dataset's."""
+
+    num_bytes: int
+    path: Path | None = None
+    data: bytes = b""
+    """Its bytes where there is no path."""
+
+    def read(self) -> bytes:
+        """The bytes of the file. InvalidInputError where it cannot be read, or is no longer what it was."""
+        if self.path is None:
+            return self.data
+        try:
+            data = self.path.read_bytes()
+        except OSError as error:
+            raise InvalidInputError(f"the image {self.path} cannot be read: {error.strerror or error}") from error
+        if len(data) != self.num_bytes:
+            raise InvalidInputError(
+                f"the image {self.path} has {len(data)} bytes and had {self.num_bytes} when the run began; leave the "
+                "files of a run as they are"
+            )
+        return data
+
+
+def read_images(value: object, folder: Path, where: str) -> tuple[ImageFile, ...]:
+    """The images in a field of a row: a list, or one alone, of paths from `folder` and {bytes, path}. ConfigError says
+    what is wrong at `where`.
+    """
+    given = [] if value is None else value if isinstance(value, list) else [value]
+    images = tuple(_image(each, folder, f"{where}, image {number}") for number, each in enumerate(given, 1))
+    num_bytes = sum(image.num_bytes for image in images)
+    if num_bytes > MAX_BYTES:
+        raise ConfigError(
+            f"{where}: the images have {num_bytes} bytes, more than {MAX_BYTES}, which a prompt's may have; make them "
+            "smaller, or fewer"
+        )
+    return images
+
+
+def _image(value: object, folder: Path, where: str) -> ImageFile:
+    if isinstance(value, dict):
+        inside = value.get("bytes")
+        value = value.get("path") if inside is None else inside
+    if isinstance(value, bytes) and value:
+        return ImageFile(len(value), data=value)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{where}: neither a path nor {{bytes, path}} with one of them; write the path of a file")
+    path = folder / value
+    if not path.is_file():
+        raise ConfigError(f"{where}: there is no file {path}; correct the path, which begins at the dataset's folder")
+    return ImageFile(path.stat().st_size, path)
+
+
+def open_image(data: bytes) -> "Image":
+    """The pixels of a file, RGB, upright, on white where it is transparent, of its first frame. InvalidInputError where
+    it holds none.
+    """
+    from PIL import Image, ImageOps  # for those alone who open one
+
+    try:
+        with Image.open(io.BytesIO(data)) as opened:
+            image = ImageOps.exif_transpose(opened)
+            if image.has_transparency_data:
+                shown = image.convert("RGBA")
+                image = Image.new("RGBA", shown.size, "white")
+                image.alpha_composite(shown)
+            return image.convert("RGB")
+    except Exception as error:  # the entry point of a reader that answers odd files with errors of every kind
+        raise InvalidInputError(
+            f"an image cannot be read ({type(error).__name__}: {error}); give a PNG, JPEG or another file that Pillow "
+            "reads, whole"
+        ) from error

@@ -1,0 +1,42 @@
+"""A prompt of a dataset as token ids, with the files of the images that it shows.
+
+The controller, `rolecall check` and whoever scores responses from a file make tokens here and nowhere else.
+"""
+
+from dataclasses import dataclass
+
+from rolecall.data.dataset import RawPrompt
+from rolecall.data.images.files import open_image
+from rolecall.data.images.tokens import VisualTokens, require_visual_tokens
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.settings import RunSettings
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """Makes token ids of prompts. One thread at a time."""
+
+    tokenizer: ChatTokenizer
+    visual_tokens: VisualTokens | None = None
+    """None: prompts are text."""
+
+    @classmethod
+    def of(cls, settings: RunSettings, tokenizer: ChatTokenizer) -> "PromptEncoder":
+        """The encoder of a run's prompts. ConfigError where they may show images and the model sees none."""
+        shows_images = settings.data.images_field is not None
+        return cls(tokenizer, require_visual_tokens(settings.model.path) if shows_images else None)
+
+    def encode(self, raw: RawPrompt) -> tuple[list[int], list[bytes]]:
+        """The ids of the rendered prompt, each image's as often as it has tokens, and the images' files. ConfigError
+        names the line that cannot be rendered, or whose images cannot be read.
+        """
+        try:
+            ids = self.tokenizer.encode(self.tokenizer.render(raw.chat))
+            if self.visual_tokens is None:
+                return ids, []
+            files = [image.read() for image in raw.images]
+            numbers = [self.visual_tokens.number(*open_image(file).size) for file in files]
+            return self.visual_tokens.expanded(ids, numbers), files
+        except InvalidInputError as error:
+            raise ConfigError(f"{raw.where}: {error.message}") from error

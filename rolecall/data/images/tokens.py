@@ -1,0 +1,153 @@
+"""The tokens of images in a prompt: how many stand for an image of a size, and where.
+
+A chat template puts one placeholder for each image. A prompt has it once for every vector that the vision tower makes
+of the image, which is what trainers compute on; vLLM is given it once, with the image, and repeats it by itself.
+
+The arithmetic is that of transformers' Qwen2VLImageProcessor, which both families use. It stands here because the
+library's imports torch, and takes seconds, where a controller counts tokens; a test holds it to the library's.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rolecall.data.json_text import parse_json
+from rolecall.errors import ConfigError, InvalidInputError
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+"""Values of model_type of models whose prompts may show images."""
+_PROCESSOR = "Qwen2VLImageProcessor"
+_MAX_RATIO = 200
+"""Greatest ratio of an image's sides that the processor takes."""
+
+
+@dataclass(frozen=True)
+class VisualTokens:
+    """The tokens of a model that stand for an image."""
+
+    token_id: int
+    """The placeholder's id."""
+    patch_size: int
+    merge_size: int
+    """Patches that become one token, along either side."""
+    min_pixels: int
+    max_pixels: int
+    """Images are resized to have so many pixels."""
+
+    def number(self, width: int, height: int) -> int:
+        """Tokens of an image of so many pixels. InvalidInputError for one that the model's processor refuses."""
+        if max(width, height) > _MAX_RATIO * min(width, height):
+            raise InvalidInputError(
+                f"an image of {width} x {height} pixels is more than {_MAX_RATIO} times as long as it is wide; cut it"
+            )
+        factor = self.patch_size * self.merge_size
+        rows, columns = round(height / factor), round(width / factor)
+        if rows * columns * factor**2 > self.max_pixels:
+            shrunk = math.sqrt(height * width / self.max_pixels)
+            rows = max(1, math.floor(height / shrunk / factor))
+            columns = max(1, math.floor(width / shrunk / factor))
+        elif rows * columns * factor**2 < self.min_pixels:
+            grown = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = math.ceil(height * grown / factor), math.ceil(width * grown / factor)
+        return rows * columns
+
+    def expanded(self, ids: Sequence[int], numbers: Sequence[int]) -> list[int]:
+        """`ids` with the placeholder of image i `numbers[i]` times. InvalidInputError where there are not as many
+        placeholders as images, or two side by side.
+        """
+        found = [place for place, token in enumerate(ids) if token == self.token_id]
+        if len(found) != len(numbers):
+            raise InvalidInputError(
+                f"the rendered prompt has {len(found)} tokens that stand for an image (id {self.token_id}), and "
+                f"{len(numbers)} images; a text may not spell that token, and the chat template must show each image "
+                "once"
+            )
+        if any(after == before + 1 for before, after in pairwise(found)):
+            raise InvalidInputError(
+                f"the chat template puts two images side by side with nothing between their tokens (id "
+                f"{self.token_id}); have it put each between marks of its own"
+            )
+        whole, end = list[int](), 0
+        for place, number in zip(found, numbers, strict=True):
+            whole += [*ids[end:place], *[self.token_id] * number]
+            end = place + 1
+        return [*whole, *ids[end:]]
+
+
+def collapsed(ids: Sequence[int], token_id: int) -> list[int]:
+    """`ids` with one `token_id` in place of each run of them."""
+    return [token for before, token in pairwise([None, *ids]) if token is not None and not token == before == token_id]
+
+
+def read_visual_tokens(path: Path, setting: str = "model.path") -> VisualTokens | None:
+    """The tokens for images of the model in directory `path`, by its JSON files; None of a model that sees none.
+    ConfigError, in the words of `setting`, says what its files lack.
+    """
+    config = _json(path / "config.json", setting)
+    if config.get("model_type") not in FAMILIES:
+        return None
+    processor = _processor(path, setting)
+    kind = str(processor.get("image_processor_type", _PROCESSOR))
+    if not kind.startswith(_PROCESSOR) or processor.get("do_resize") is False:
+        raise ConfigError(
+            f"{setting} {path}: its image processor is {kind}"
+            + (" without do_resize" if processor.get("do_resize") is False else "")
+            + f"; images are counted as {_PROCESSOR} resizes them; give the model its own preprocessor_config.json"
+        )
+    size = processor.get("size") or {}
+    found = {
+        "image_token_id in config.json": config.get("image_token_id"),
+        "patch_size": processor.get("patch_size", 14),
+        "merge_size": processor.get("merge_size", 2),
+        "size.shortest_edge": processor.get("min_pixels") or size.get("shortest_edge", 56 * 56),
+        "size.longest_edge": processor.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
+    }
+    wrong = [name for name, value in found.items() if not isinstance(value, int) or value < 1]
+    vision = config.get("vision_config") or {}
+    if wrong:
+        raise ConfigError(
+            f"{setting} {path}: {wrong[0]} is {found[wrong[0]]!r}, not a number above 0; take the file from the model "
+            "as it was published"
+        )
+    for name, own in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
+        if vision.get(own, found[name]) != found[name]:
+            raise ConfigError(
+                f"{setting} {path}: the image processor's {name} is {found[name]}, and vision_config.{own} of "
+                f"config.json is {vision[own]}; take both files from one model"
+            )
+    return VisualTokens(*found.values())
+
+
+def require_visual_tokens(path: Path) -> VisualTokens:
+    """The tokens for images of the model in directory `path`. ConfigError for a model that sees none."""
+    tokens = read_visual_tokens(path)
+    if tokens is None:
+        raise ConfigError(
+            f"data.images_field: model.path {path} is no model whose prompts may show images "
+            f"({', '.join(FAMILIES)}); use one of them, or remove data.images_field"
+        )
+    return tokens
+
+
+def _processor(path: Path, setting: str) -> dict[str, Any]:
+    """The configuration of the image processor: transformers looks at these files in this order."""
+    whole = path / "processor_config.json"
+    if whole.is_file() and isinstance(own := _json(whole, setting).get("image_processor"), dict):
+        return own
+    return _json(path / "preprocessor_config.json", setting)
+
+
+def _json(path: Path, setting: str) -> dict[str, Any]:
+    try:
+        tree = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot read {path}: {error}; {setting} must be a Hugging Face model directory, with the files of its "
+            "image processor where it sees images"
+        ) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} is not a JSON object; {setting} must be a Hugging Face model directory")
+    return tree
