@@ -24,6 +24,7 @@ from rolecall.training.account.flops import ModelFlops
 from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.model.packed_model import Head
 from rolecall.training.model.prefixes import SharedPrefixes
+from rolecall.training.model.vision import ShownImages
 from rolecall.training.ranks.command_group import CommandGroup
 
 
@@ -36,7 +37,7 @@ class Microbatch:
     token_ids_N: torch.Tensor
     """int64 [N]."""
     position_ids_N: torch.Tensor
-    """int64 [N], from 0 in every sequence."""
+    """int64 [N], from 0 in every sequence; [3, N] by time, row and column where images are shown."""
     cu_seqlens: torch.Tensor
     """int32 [S + 1], starts of the sequences and N."""
     lengths: tuple[int, ...]
@@ -57,6 +58,8 @@ class Microbatch:
     """Per-token columns, [N] or [N, k], that the loss reads (advantages, old_logprobs, ...), by their names in the
     trajectory schema.
     """
+    shown: ShownImages | None = None
+    """The images that tokens show; None: none does."""
 
     @property
     def num_trajectories(self) -> int:

@@ -31,7 +31,8 @@ from transformers import PreTrainedModel
 
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.training.model.attention import TracedAttention
-from rolecall.training.model.packed_model import PackedModel, ValueModel, layers
+from rolecall.training.model.packed_model import PackedModel, ValueModel, language_layers
+from rolecall.training.model.vision import VisionTower
 from rolecall.wire import Array
 
 _WOULD_MIX = (
@@ -87,6 +88,24 @@ class CostModel:
 
 
 @dataclass(frozen=True)
+class TowerCost:
+    """FLOPs of a vision tower's pass over images, each once."""
+
+    per_patch: float = 0.0
+    """All but attention's scores."""
+    per_pair: float = 0.0
+    """Two patches of one image, in all layers that attend to whole images."""
+    per_window_pair: float = 0.0
+    """Two patches of one window, in all layers that attend within windows."""
+
+    def total(self, images: Sequence[int], windows: Sequence[int]) -> float:
+        """FLOPs of images, and the windows in them, of so many patches."""
+        whole, parts = (np.asarray(lengths, np.float64) for lengths in (images, windows))
+        pairs = self.per_pair * (whole**2).sum() + self.per_window_pair * (parts**2).sum()
+        return float(self.per_patch * whole.sum() + pairs)
+
+
+@dataclass(frozen=True)
 class ModelFlops:
     """The FLOPs of one model with its head, of a forward pass and of an update."""
 
@@ -96,6 +115,10 @@ class ModelFlops:
     """Forward and backward."""
     head_size: int
     """Width of the widest head of keys or values: which attention kernels take the model depends on it."""
+    tower_forward: TowerCost = TowerCost()
+    """What images cost beside the tokens that show them, in a pass without gradients."""
+    tower_update: TowerCost = TowerCost()
+    """The same forward and backward."""
 
 
 def count_flops(model: PackedModel, trace: TracedAttention | None = None) -> ModelFlops:
@@ -108,7 +131,7 @@ def count_flops(model: PackedModel, trace: TracedAttention | None = None) -> Mod
     trace = trace or TracedAttention()
     with _static_experts(model.hf):
         forward, backward = _traced(model, trace)
-    name, num_layers = type(model.hf).__name__, max(len(layers(model)), 1)
+    name, num_layers = type(model.hf).__name__, max(len(language_layers(model)), 1)
     if len(trace.layers) + len(trace.recurrences) < num_layers:
         raise ConfigError(
             f"{name} has {num_layers} layers, of which {len(trace.layers)} attend by transformers' attention "
@@ -130,6 +153,28 @@ def count_flops(model: PackedModel, trace: TracedAttention | None = None) -> Mod
         CostModel(forward + recurrent, attention[0], head),
         CostModel(forward + backward + (3 if trains else 1) * recurrent, attention[1], head_update),
         head_size,
+        *(_tower(model.vision) if model.vision is not None else ()),
+    )
+
+
+def _tower(vision: VisionTower) -> tuple[TowerCost, TowerCost]:
+    """The costs of a pass of images through the tower, and of an update."""
+    num_rows, num_columns = vision.merge * 2, vision.merge * 2
+    trace = TracedAttention()
+    with FlopCounterMode(display=False) as counter:
+        features_VH = vision.trace(num_rows, num_columns, trace)
+        forward = counter.get_total_flops()
+        if features_VH.requires_grad:
+            features_VH.sum().backward()  # type: ignore[no-untyped-call]
+    vision.module.zero_grad(set_to_none=True)
+    update, times = counter.get_total_flops(), 3 if features_VH.requires_grad else 1
+    num_patches = num_rows * num_columns
+    pairs = Counter[bool]()
+    for index, layer in enumerate(trace.layers):
+        pairs[vision.sees_windows(index)] += 2 * layer.num_heads * (layer.key_size + layer.value_size)
+    return (
+        TowerCost(forward / num_patches, pairs[False], pairs[True]),
+        TowerCost(update / num_patches, times * pairs[False], times * pairs[True]),
     )
 
 

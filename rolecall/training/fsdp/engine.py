@@ -348,14 +348,17 @@ class FsdpEngine:
         )
         with recording as router_logits:
             first_N, second_N, *more = self._model(
-                mb.token_ids_N, mb.position_ids_N, mb.temperature_N, mb.score_mask_N, packed, entropy, **asked
+                mb.token_ids_N,
+                mb.position_ids_N,
+                mb.temperature_N,
+                mb.score_mask_N,
+                packed,
+                entropy,
+                shown=mb.shown,
+                **asked,
             )
         self._progress.mark()
-        pass_flops = self.flops.update if torch.is_grad_enabled() else self.flops.forward
-        num_saved = prefixes.num_saved if prefixes is not None else 0
-        self.flops_done += (
-            pass_flops.total(microbatch.lengths, microbatch.num_scored, num_saved) / self._options.parallel.slot_size
-        )
+        self._count(microbatch, prefixes.num_saved if prefixes is not None else 0)
         if not isinstance(self._model, PolicyModel):
             return ValueOutputs(first_N, second_N[mb.cu_seqlens[1:].long() - 1])
         if wanted is not None:
@@ -368,6 +371,17 @@ class FsdpEngine:
         if routes.num_differing_n is None:
             return with_record(outputs, routes.record(self._mixture), mb, packed)
         return with_rerouted(outputs, routes.num_differing_n / len(routes.chosen), mb, packed)
+
+    def _count(self, microbatch: Microbatch, num_saved: int) -> None:
+        """Counts the FLOPs of a pass over `microbatch`, of whose tokens `num_saved` were not computed."""
+        trains = torch.is_grad_enabled()
+        cost = self.flops.update if trains else self.flops.forward
+        flops = cost.total(microbatch.lengths, microbatch.num_scored, num_saved)
+        if microbatch.shown is not None and self._model.vision is not None:
+            images, windows = self._model.vision.patches(microbatch.shown.grids_I3)
+            tower = self.flops.tower_update if trains else self.flops.tower_forward
+            flops += tower.total(images, windows)
+        self.flops_done += flops / self._options.parallel.slot_size
 
     def _store_moments(self) -> None:
         """Sends the moments to the host where they live there between steps."""

@@ -72,6 +72,8 @@ class PackedPlan:
     """Given, queries, keys, values and the output are of distinct tokens; every sequence attends as a whole."""
     plain: bool = False
     """Whether to use matrix products and a softmax instead of one fused kernel: the same but for rounding."""
+    causal: bool = True
+    """Whether a query sees only keys before it and its own; else all of its sequence."""
     routes: Routes | None = None
     """The experts that the layers' routers are to choose, or have chosen; None: nobody asks."""
 
@@ -119,25 +121,28 @@ def plan_attention(
     *,
     plain: bool = False,
     recurrent: bool = False,
+    causal: bool = True,
 ) -> PackedPlan:
     """The plan for sequences of these lengths (at least one) on cu_seqlens' device, computing in `dtype`, heads at most
-    `head_size` wide; `recurrent`: of a model with layers that take buckets.
+    `head_size` wide; `recurrent`: of a model with layers that take buckets. Not `causal`: only sequences of one length
+    share a bucket.
 
     `plain` is for short sequences only: it makes the whole matrix of scores.
     """
     flash = attends_packed(cu_seqlens.device, dtype, head_size) and not plain
-    buckets = () if flash and not recurrent else _buckets(lengths, cu_seqlens.device)
-    return PackedPlan(cu_seqlens, max(lengths), buckets, sum(lengths), flash, sequence, prefixes, plain)
+    ratio = PADDING_RATIO if causal else 1.0
+    buckets = () if flash and not recurrent else _buckets(lengths, cu_seqlens.device, ratio)
+    return PackedPlan(cu_seqlens, max(lengths), buckets, sum(lengths), flash, sequence, prefixes, plain, causal)
 
 
-def _buckets(lengths: Sequence[int], device: torch.device) -> tuple[Bucket, ...]:
+def _buckets(lengths: Sequence[int], device: torch.device, ratio: float) -> tuple[Bucket, ...]:
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
     by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     buckets, members, tokens = [], [by_length[0]], lengths[by_length[0]]
     for i in by_length[1:]:
-        if lengths[members[0]] * (len(members) + 1) > PADDING_RATIO * (tokens + lengths[i]):
+        if lengths[members[0]] * (len(members) + 1) > ratio * (tokens + lengths[i]):
             buckets.append(_bucket(members, lengths, starts, device))
             members, tokens = [], 0
         members.append(i)
@@ -191,13 +196,25 @@ def packed_attention(
         query_NHD, key_NKD, value_NKE = packed.sequence.to_heads(query_NHD, key_NKD, value_NKE, packed.num_tokens)
     if packed.prefixes is not None:
         query_NHD, key_NKD, value_NKE = (packed.prefixes.spread(x) for x in (query_NHD, key_NKD, value_NKE))
-    attend = _flash if packed.flash else _padded_attention
-    out_NHE = attend(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window)
+    out_NHE = attend_packed(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window)
     if packed.prefixes is not None:
         out_NHE = out_NHE.index_select(0, packed.prefixes.first_C)
     if packed.sequence is not None:
         out_NHE = packed.sequence.to_tokens(out_NHE)
     return out_NHE[None], None
+
+
+def attend_packed(
+    query_NHD: torch.Tensor,
+    key_NKD: torch.Tensor,
+    value_NKE: torch.Tensor,
+    packed: PackedPlan,
+    scaling: float | None,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """[N, H, E]: each sequence of `packed` attends to itself, whole."""
+    attend = _flash if packed.flash else _padded_attention
+    return attend(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window)
 
 
 def in_buckets(
@@ -238,7 +255,13 @@ def _padded_attention(
             out = _plain(q, k, v, _window_mask(length, length, q.device) if window is None else window, scaling)
         else:
             out = scaled_dot_product_attention(
-                q, k, v, attn_mask=window, is_causal=window is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+                q,
+                k,
+                v,
+                attn_mask=window,
+                is_causal=packed.causal and window is None,
+                scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
         return out.transpose(1, 2)
 
@@ -282,7 +305,7 @@ def _flash(
         packed.max_length,
         packed.max_length,
         scale=scale,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0 if packed.causal else -1),
         **({"enable_gqa": query.shape[1] != key.shape[1]} if grouped else {}),
     )
     return out[..., : value_NKE.shape[2]]

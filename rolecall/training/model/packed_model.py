@@ -16,12 +16,14 @@ from torch.nn.functional import linear
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
 
+from rolecall.data.images.tokens import FAMILIES
 from rolecall.data.model_files import check_trainable
 from rolecall.errors import ConfigError
 from rolecall.training.model.attention import NAME, PackedPlan, TracedAttention
@@ -29,6 +31,7 @@ from rolecall.training.model.logits.logprobs import VocabShard, Wanted, distribu
 from rolecall.training.model.recurrent import keep_apart
 from rolecall.training.model.supported import check_head, check_stateless, without_dropout
 from rolecall.training.model.tensor_parallel import local_vocabulary
+from rolecall.training.model.vision import ShownImages, VisionTower
 
 Head = Literal["policy", "value"]
 
@@ -51,24 +54,38 @@ class PackedModel(nn.Module):
         self.hf = hf
         self.is_recurrent = keep_apart(hf)
         """Whether layers hand a state from token to token, and so need a plan for it."""
+        self.vision = VisionTower(hf) if hf.config.model_type in FAMILIES else None
+        """The tower that reads images; None: a model of text."""
         self.replaced_head = ""
         """Name in a model directory of the output layer that a value head took the place of; empty: none."""
 
     def hidden_NH(
-        self, token_ids_N: torch.Tensor, position_ids_N: torch.Tensor, packed: PackedPlan | TracedAttention
+        self,
+        token_ids_N: torch.Tensor,
+        position_ids_N: torch.Tensor,
+        packed: PackedPlan | TracedAttention,
+        shown: ShownImages | None = None,
     ) -> torch.Tensor:
         """The backbone's last hidden states, after its final norm; of the own run where tokens are shared
-        (sequence_parallel.py), of distinct tokens (prefixes.py).
+        (sequence_parallel.py), of distinct tokens (prefixes.py). `shown`: the images among them (vision.py).
         """
         if packed.sequence is not None:
             token_ids_N, position_ids_N = packed.sequence.own(token_ids_N), packed.sequence.own(position_ids_N)
         if isinstance(packed, PackedPlan) and packed.prefixes is not None:
             token_ids_N, position_ids_N = (
-                x.index_select(0, packed.prefixes.first_C) for x in (token_ids_N, position_ids_N)
+                x.index_select(-1, packed.prefixes.first_C) for x in (token_ids_N, position_ids_N)
             )
-        output = self.hf.base_model(
-            input_ids=token_ids_N[None], position_ids=position_ids_N[None], use_cache=False, packed=packed
-        )
+        if self.vision is None:
+            output = self.hf.base_model(
+                input_ids=token_ids_N[None], position_ids=position_ids_N[None], use_cache=False, packed=packed
+            )
+        else:
+            inputs = (
+                self.vision.traced_inputs(token_ids_N, position_ids_N)
+                if isinstance(packed, TracedAttention)
+                else self.vision.inputs(token_ids_N, position_ids_N, shown)
+            )
+            output = self.vision.backbone(**inputs, use_cache=False, packed=packed)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -89,11 +106,12 @@ class PolicyModel(PackedModel):
         entropy: bool,
         targets_Nk: torch.Tensor | None = None,
         wanted: Wanted | None = None,
+        shown: ShownImages | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Returns token_outputs of the model's hidden states."""
         weight_VH, vocab = local_vocabulary(self.hf.get_output_embeddings().weight)
         return token_outputs(
-            self.hidden_NH(token_ids_N, position_ids_N, packed),
+            self.hidden_NH(token_ids_N, position_ids_N, packed, shown),
             weight_VH,
             vocab,
             token_ids_N,
@@ -132,9 +150,10 @@ class ValueModel(PackedModel):
         score_mask_N: torch.Tensor,
         packed: PackedPlan,
         entropy: bool,
+        shown: ShownImages | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns value_outputs of the model's hidden states."""
-        hidden_nH = self.hidden_NH(token_ids_N, position_ids_N, packed)
+        hidden_nH = self.hidden_NH(token_ids_N, position_ids_N, packed, shown)
         weight_1H, bias_1 = (_as_one(part) for part in (self.head.weight, self.head.bias))
         assert weight_1H is not None
         return value_outputs(hidden_nH, weight_1H, bias_1, score_mask_N, packed)
@@ -242,7 +261,8 @@ def build_model(path: Path, head: Head, dtype: torch.dtype) -> PackedModel:
     named = config.architectures or []
     without_dropout(config)
     classifier = next((kind for end, kind in _CLASSIFIERS.items() if any(name.endswith(end) for name in named)), None)
-    hf = _empty(path, config, AutoModelForCausalLM if classifier is None or head == "policy" else classifier, dtype)
+    causal = AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
+    hf = _empty(path, config, causal if classifier is None or head == "policy" else classifier, dtype)
     if classifier is not None and head == "value":
         return _classifier(path, hf)
     if named and type(hf).__name__ not in named:
@@ -265,7 +285,9 @@ def build_model(path: Path, head: Head, dtype: torch.dtype) -> PackedModel:
 def _empty(path: Path, config: PretrainedConfig, kind: type, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with torch.device("meta"):
-            hf: PreTrainedModel = kind.from_config(config, attn_implementation=NAME, dtype=dtype)  # type: ignore[attr-defined]
+            # a vision tower's is its own (vision.py)
+            attention = {"text_config": NAME} if config.model_type in FAMILIES else NAME
+            hf: PreTrainedModel = kind.from_config(config, attn_implementation=attention, dtype=dtype)  # type: ignore[attr-defined]
     # no such model of this type; attention of its own instead of the interface
     except (ValueError, KeyError) as error:
         raise ConfigError(
@@ -307,10 +329,18 @@ def read_config(path: Path) -> PretrainedConfig:
 
 
 def layers(model: PackedModel) -> list[nn.Module]:
-    """The transformer blocks: what FSDP shards and gradient checkpointing recomputes, one at a time."""
+    """The transformer blocks, a vision tower's among them: what FSDP shards and gradient checkpointing recomputes, one
+    at a time.
+    """
     names = set(model.hf._no_split_modules or ())
     # By its ancestors' names, too: sharding gives a module a class of its own.
     return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
+
+
+def language_layers(model: PackedModel) -> list[nn.Module]:
+    """The transformer blocks that tokens go through: all but a vision tower's."""
+    within = set(model.vision.module.modules()) if model.vision is not None else set[nn.Module]()
+    return [layer for layer in layers(model) if layer not in within]
 
 
 def fill_buffers(model: PackedModel) -> None:

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from rolecall.algorithms.aggregation import Counts
-from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS
+from rolecall.columns import IMAGES, OLD_ROUTED_EXPERTS, ROUTED_EXPERTS
 from rolecall.errors import InvalidInputError
 from rolecall.training.engine import Microbatch
 from rolecall.training.model.prefixes import find_prefixes
+from rolecall.training.packing.images import ImageReader, PlacedImages, place_images
 from rolecall.wire import Array
 
 Row = Mapping[str, Array]
@@ -29,14 +30,17 @@ def pack(
     device: torch.device,
     score: str = "response_mask",
     trajectories: Sequence[int] | None = None,
+    images: ImageReader | None = None,
 ) -> Microbatch:
     """Rows one after another as tensors on `device`, a sequence each. `score` names the mask of tokens whose outputs
-    are wanted; `trajectories` the trajectory that each row is a segment of, by any number (absent: each is one).
+    are wanted; `trajectories` the trajectory that each row is a segment of, by any number (absent: each is one);
+    `images` reads the column IMAGES, which every row then has.
 
-    Masks arrive as bool, other columns as they are. Sequences share a beginning only as far as they were routed alike.
+    Masks arrive as bool, other columns as they are. Sequences share a beginning only as far as they were routed alike,
+    and show the same images.
 
     `temperature` is one number or one per row. No rows make an empty microbatch. InvalidInputError when a column is not
-    per-token or too short.
+    per-token or too short, or an image is not where the tokens say.
     """
     lengths = [int(row["token_ids"].shape[0]) for row in rows]
     if min(lengths, default=1) < 1:
@@ -46,19 +50,24 @@ def pack(
     score_mask_N[starts[:-1]] = False
     temperatures = [temperature] * len(rows) if isinstance(temperature, int | float) else list(temperature)
     arrays = {name: _joined(rows, name, lengths, np.dtype(np.float32)) for name in columns}
+    token_ids = [row["token_ids"] for row in rows]
+    placed = None if images is None else place_images(token_ids, [row[IMAGES] for row in rows], images)
+    prefixes = find_prefixes(_identities(rows, columns, placed), device)
+    position_N = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     masks = {name: array != 0 for name, array in arrays.items() if array.dtype == np.uint8 and array.ndim == 1}
     return Microbatch(
         token_ids_N=torch.from_numpy(_joined(rows, "token_ids", lengths, np.dtype(np.int32)).astype(np.int64)).to(
             device
         ),
-        position_ids_N=torch.from_numpy(np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)).to(device),
+        position_ids_N=torch.from_numpy(position_N if placed is None else placed.position_3N).to(device),
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)).to(device),
         lengths=tuple(lengths),
         trajectories=tuple(range(len(rows)) if trajectories is None else trajectories),
         temperature_N=torch.from_numpy(np.repeat(np.asarray(temperatures, np.float32), lengths)).to(device),
         score_mask_N=torch.from_numpy(score_mask_N).to(device),
         num_scored=int(np.count_nonzero(score_mask_N)),
-        prefixes=find_prefixes([_identity(row, columns) for row in rows], device),
+        prefixes=prefixes,
+        shown=None if placed is None else placed.shown(prefixes, device),
         columns={name: torch.from_numpy(array).to(device) for name, array in {**arrays, **masks}.items()},
     )
 
@@ -80,13 +89,20 @@ def local_counts(rows: Sequence[Row], mask: str = "loss_mask", trajectories: Seq
     return Counts(sum(per_row), len({number for number, count in zip(of_row, per_row, strict=True) if count}))
 
 
-def _identity(row: Row, columns: Sequence[str]) -> Array:
-    """All that a token's computation depends on beside the tokens before it, [T] or [T, n]: its id, and the experts
-    that it is sent to where they are given.
+def _identities(rows: Sequence[Row], columns: Sequence[str], placed: PlacedImages | None) -> list[Array]:
+    """All that a token's computation depends on beside the tokens before it, of each row [T] or [T, n]: its id, the
+    experts that it is sent to where they are given, and the image's feature that it shows where any is shown.
     """
-    routed = [row[name] for name in (ROUTED_EXPERTS, OLD_ROUTED_EXPERTS) if name in columns]
-    ids = row["token_ids"]
-    return np.hstack([np.ascontiguousarray(ids).view(np.uint8).reshape(len(ids), -1), *routed]) if routed else ids
+    routed = [name for name in (ROUTED_EXPERTS, OLD_ROUTED_EXPERTS) if name in columns]
+    parts = [[row["token_ids"], *(row[name] for name in routed)] for row in rows]
+    if placed is not None:
+        parts = [[*part, feature_T] for part, feature_T in zip(parts, placed.features, strict=True)]
+    return [part[0] if len(part) == 1 else np.hstack([_as_bytes(each) for each in part]) for part in parts]
+
+
+def _as_bytes(array: Array) -> Array:
+    """uint8 [T, n]."""
+    return np.ascontiguousarray(array).view(np.uint8).reshape(len(array), -1)
 
 
 def _joined(rows: Sequence[Row], name: str, lengths: Sequence[int], empty: np.dtype[np.generic]) -> Array:

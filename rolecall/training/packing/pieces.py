@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rolecall.columns import column
+from rolecall.columns import IMAGES, column
 from rolecall.wire import Array
 
 
@@ -32,10 +32,11 @@ class Piece:
         return sum(self.lengths)
 
     def segments(self, row: Mapping[str, Array]) -> Iterator[dict[str, Array]]:
-        """Each segment's own per-token columns, which are all that `row` may have."""
+        """Each segment's own columns: per-token ones, which are all that `row` may have beside its images."""
         start = self.start
         for length in self.lengths:
-            yield {name: array[start : start + length] for name, array in row.items()}
+            own = slice(start, start + length)
+            yield {name: array if name == IMAGES else array[own] for name, array in row.items()}
             start += length
 
 

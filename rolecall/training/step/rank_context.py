@@ -12,6 +12,7 @@ import torch
 from rolecall.store.rows import Rows
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import EngineState, TrainingEngine
+from rolecall.training.packing.images import ImageReader
 from rolecall.training.packing.pieces import Piece
 from rolecall.training.packing.plan import RankPlan, plan_pieces
 from rolecall.training.ranks.command_group import CommandGroup
@@ -56,3 +57,5 @@ class StoreRankContext(RankContext):
     """The context of a rank that reads rows from the run's store and writes columns to it."""
 
     rows: Rows
+    images: ImageReader | None = None
+    """Reads the images that rows hold; None: prompts are text."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rolecall.algorithms.aggregation import Counts
+from rolecall.columns import IMAGES
 from rolecall.errors import InvalidInputError
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.model.logits.logprobs import Wanted
@@ -99,7 +100,7 @@ def read_share(
     plan = context.plan(pieces, num_minibatches, seed, _prompts_of(batch.rows) if by_prompt else ())
     mine = _rows_of(plan, pieces)
     refs = [batch.rows[index] for index in mine]
-    wanted = list(dict.fromkeys(["token_ids", "response_mask", *columns]))
+    wanted = list(dict.fromkeys(["token_ids", "response_mask", *columns, *_shown(context)]))
     read, temperatures = _read(context, refs, wanted, optional)
     num_lacking = context.group.sum(np.array([sum(not row.keys() >= set(optional) for row in read)]))[0]
     derived = [derive(row, ref) for row, ref in zip(read, refs, strict=True)] if derive is not None else []
@@ -111,8 +112,10 @@ def read_share(
     totals = context.group.sum_over_slots(np.array([[counts.num_tokens, counts.num_sequences] for counts in own]))
     minibatches = []
     for microbatches, (num_tokens, num_sequences) in zip(plan.minibatches, totals, strict=True):
-        packed = [rows.pack(context, indices, packed_columns) for indices in microbatches]
+        packed = rows.packed(context, microbatches, packed_columns)
         minibatches.append(Minibatch(packed, Counts(int(num_tokens), int(num_sequences))))
+    for row in read:
+        row.pop(IMAGES, None)  # they are in the microbatches
     return TrainShare(read, minibatches, sum(row.num_tokens for row in batch.rows))
 
 
@@ -133,14 +136,15 @@ def compute_column(
     pieces = cut([segment_lengths(ref) for ref in refs], context.token_budget, between_segments=True)
     plan = context.plan(pieces, 1, 0, _prompts_of(refs))
     mine = _rows_of(plan, pieces)
-    read, temperatures = _read(context, [refs[index] for index in mine], ["token_ids", "response_mask", *reads], names)
+    wanted_columns = ["token_ids", "response_mask", *reads, *_shown(context)]
+    read, temperatures = _read(context, [refs[index] for index in mine], wanted_columns, names)
     rows = _RowsRead(pieces, mine, read, temperatures)
     keys = {index: row_key(refs[index]) for index in mine}
     seen = "\n".join(keys[i] for i, row in zip(mine, read, strict=True) if all(name in row for name in names))
     # agreed: a slot computes the same rows
     held = frozenset(key for part in context.group.gather(seen.encode()) for key in part.decode().split("\n") if key)
     todo = [tuple(i for i in indices if keys[pieces[i].row] not in held) for indices in plan.microbatches]
-    packed = [rows.pack(context, indices, reads) for indices in todo]
+    packed = rows.packed(context, todo, reads)
     outputs = context.engine.forward(packed, wanted=wanted)
     computed = [each for pair in zip(packed, outputs, strict=True) for each in encode(*pair)]
     written = rows.joined([i for indices in todo for i in indices], computed)
@@ -165,11 +169,22 @@ class _RowsRead:
     rows: Sequence[Row]
     temperatures: Sequence[float]
 
-    def pack(self, context: StoreRankContext, indices: Sequence[int], columns: Sequence[str]) -> Microbatch:
-        """The pieces `indices` as a microbatch."""
+    def packed(
+        self, context: StoreRankContext, microbatches: Sequence[Sequence[int]], columns: Sequence[str]
+    ) -> list[Microbatch]:
+        """The pieces of each of `microbatches`, packed; a collective, for an image may be unreadable on one rank."""
+        return context.group.agree(lambda: [self._packed(context, indices, columns) for indices in microbatches])
+
+    def _packed(self, context: StoreRankContext, indices: Sequence[int], columns: Sequence[str]) -> Microbatch:
         segments, places = self._segments(indices)
-        temperatures = [self.temperatures[place] for place in places]
-        return pack(segments, columns, temperature=temperatures, device=context.device, trajectories=places)
+        return pack(
+            segments,
+            columns,
+            temperature=[self.temperatures[place] for place in places],
+            device=context.device,
+            trajectories=places,
+            images=context.images,
+        )
 
     def counts(self, indices: Sequence[int]) -> Counts:
         """Counts what is trained of the pieces `indices`."""
@@ -194,6 +209,11 @@ class _RowsRead:
             segments += piece.segments(self.rows[place])
             places += [place] * len(piece.lengths)
         return segments, places
+
+
+def _shown(context: StoreRankContext) -> tuple[str, ...]:
+    """Names of the columns by which prompts show images in this run."""
+    return () if context.images is None else (IMAGES,)
 
 
 def _prompts_of(refs: Sequence[RowRef]) -> list[str]:

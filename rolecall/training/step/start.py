@@ -33,6 +33,7 @@ from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.account.peaks import peak_flops
 from rolecall.training.backends import make_engine
 from rolecall.training.options import DTYPES, EngineOptions
+from rolecall.training.packing.images import ImageReader
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.device import COLLECTIVE_TIMEOUT_S, RankSpec, name_of, start_rank
 from rolecall.training.ranks.watch import RankWatch
@@ -77,7 +78,10 @@ def start_store_context(
         seed=settings.run.seed,
     )
     context = start_context(options, section, actor, settings.run.dir, settings.controller.start_timeout_s, hooks)
-    return StoreRankContext(**vars(context), rows=Rows(connection, settings.run.name, settings.store.num_shards))
+    rows = Rows(connection, settings.run.name, settings.store.num_shards)
+    shows_images = settings.data.images_field is not None
+    images = ImageReader(path, hooks.progressed) if shows_images else None
+    return StoreRankContext(**vars(context), rows=rows, images=images)
 
 
 def start_context(
