@@ -1,8 +1,7 @@
-"""A real rollout process with vLLM and a model of text and images: weights over the channel, tokens and logprobs against
-transformers, and no feature of older weights under newer ones.
+"""A real rollout process with vLLM and a model of text and images: weights over the channel, tokens and logprobs
+against transformers, and no feature of older weights under newer ones.
 """
 
-import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
@@ -22,6 +20,7 @@ from rolecall.trajectory import SAMPLED_COLUMNS, rows_of
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import Array, decode_tensor
 from tests.integration.rollout_process import PROBE, RolloutProcess, group, rollout_process
+from tests.pictures import picture
 from tests.tiny_models import VisionFamily, write_vision
 
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(300)]
@@ -30,14 +29,6 @@ MAX_GAP = 0.02
 """Nats: vLLM's vision tower on CPUs and transformers' differ by up to .006 in float32; another image, or weights of
 another seed, by tenths and more.
 """
-
-
-def picture(width: int, height: int, seed: int) -> bytes:
-    """A PNG of noise."""
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 class Seen:
@@ -73,7 +64,8 @@ class Seen:
             seen = {**pixels, "mm_token_type_ids": kinds}
         logits = self.models[version](input_ids=row, **seen).logits[0].float() / temperature
         chosen = logits.log_softmax(-1)[:-1].gather(1, row[0, 1:, None])[:, 0]
-        return np.concatenate([[0.0], chosen.numpy()]).astype(np.float32)
+        whole: Array = np.concatenate([[0.0], chosen.numpy()]).astype(np.float32)
+        return whole
 
     def generate(self, prompt: trajectory_pb2.Prompt, **more: Any) -> list[rollout_pb2.GenerateResponse]:
         sampling = trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=12)
