@@ -42,7 +42,6 @@ from rolecall.weights.engine_calls import join_epoch, receive_version
 from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array
 from services.rollout.config import RolloutConfig
-from services.rollout.image_prompts import ImagePrompts
 from services.rollout.sampling import (
     EngineInfo,
     MeetingPlace,
@@ -53,7 +52,8 @@ from services.rollout.sampling import (
     VersionSpan,
 )
 from services.rollout.scheduler import PRIORITY, PROBE_PRIORITY, UseLog, logprobs_of
-from services.rollout.sleeper import Sleeper
+from services.rollout.vllm.image_prompts import ImagePrompts
+from services.rollout.vllm.sleeper import Sleeper
 
 _FINISH_REASONS = {"stop": trajectory_pb2.FINISH_REASON_STOP, "length": trajectory_pb2.FINISH_REASON_LENGTH}
 ENGINE_DIED = "the vLLM engine died of the error that it wrote to this replica's log; the replica ends"
