@@ -1,5 +1,5 @@
-"""A whole run of prompts with images around twins: from the file to the rows, an evaluation beside it, and back out of a
-checkpoint once the store is lost.
+"""A whole run of prompts with images around twins: from the file to the engine, an evaluation beside it, and back out
+of a checkpoint once the store is lost.
 """
 
 import json
@@ -37,16 +37,10 @@ def see(tmp_path: Path, light_run: LightRun, **sections: Any) -> Any:
     write_seeing(tmp_path / "model")
     (tmp_path / "pictures").mkdir()
     for number in range(4):
-        (tmp_path / "pictures" / f"{number}.png").write_bytes(picture(20, 12, number))
+        (tmp_path / "pictures" / f"{number}.png").write_bytes(picture(24, 16, number))
     for name, marks, images in (("seen", "<image>", 1), ("held", "<image> or <image>", 2)):
-        rows = [
-            {
-                "prompt": f"{marks}?",
-                "images": [f"pictures/{(i + j) % 4}.png" for j in range(images)],
-                "ground_truth": "",
-            }
-            for i in range(8)
-        ]
+        shown = [[f"pictures/{(i + j) % 4}.png" for j in range(images)] for i in range(8)]
+        rows = [{"prompt": f"{marks}?", "images": files, "ground_truth": ""} for files in shown]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"train": str(tmp_path / "seen.jsonl"), "images_field": "images", "max_prompt_tokens": 48}
     sets = {"held": {"path": str(tmp_path / "held.jsonl"), "max_tokens": 8}}
@@ -66,10 +60,10 @@ async def test_images_reach_the_engine_the_rows_and_nobody_s_text(tmp_path: Path
     async with see(tmp_path, light_run, score=note, trackers={"tensorboard": False, "num_samples_kept": None}) as run:
         await run.to_the_end("rollout-0", engine=engine)
     assert balance(run) == (12, 12, 0, 0)
-    files = [picture(20, 12, number) for number in range(4)]
+    files = [picture(24, 16, number) for number in range(4)]
     assert {len(images) for _, images in engine.shown} == {1, 2}
     for ids, images in engine.shown:
-        assert ids.count(PAD) == 6 * len(images)  # of 20 x 12 pixels, of 8 x 8 a token, rounded
+        assert ids.count(PAD) == 6 * len(images)  # of 24 x 16 pixels, 8 x 8 a token
         assert set(images) <= set(files)
     assert {item.messages[-1].content for item in scored} == {"<image>?", "<image> or <image>?"}
     lines = [json.loads(line) for line in (run.settings.run.dir / "samples.jsonl").read_text().splitlines()]
