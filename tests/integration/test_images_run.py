@@ -81,7 +81,7 @@ async def test_prompts_in_flight_come_back_with_their_images_when_the_store_is_l
     tmp_path: Path, light_run: LightRun
 ) -> None:
     stale = {"groups_per_batch": 4, "max_staleness": 1}
-    async with see(tmp_path, light_run, algorithm=stale, run={"num_steps": 6, "checkpoint_every_steps": 1}) as run:
+    async with see(tmp_path, light_run, algorithm=stale, run={"num_steps": 20, "checkpoint_every_steps": 1}) as run:
         async with run.controller() as life, run.rollout("rollout-0", engine=Eyes()):
             await life.reaches(2)
             await life.stub.PauseRun(pb.PauseRunRequest())
