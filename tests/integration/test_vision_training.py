@@ -19,9 +19,10 @@ from tests import forks
 from tests.checkpoint_rig import exported, load, save
 from tests.integration.fsdp_oracle import assert_same_weights
 from tests.integration.fsdp_ranks import make_engine, weights_of
-from tests.integration.vision_rig import (
+from tests.integration.vision_ranks import SECTION, train_on_rank
+from tests.tiny_models import VisionFamily, write_vision
+from tests.vision_rig import (
     OTHER_WIDE,
-    SECTION,
     SHOWS,
     WIDE,
     make_row,
@@ -30,9 +31,7 @@ from tests.integration.vision_rig import (
     oracle_logprobs,
     oracle_model,
     packed,
-    train_on_rank,
 )
-from tests.tiny_models import VisionFamily, write_vision
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

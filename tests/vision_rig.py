@@ -1,6 +1,4 @@
-"""Rows of a tiny model of text and images, plain transformers that computes each by itself, and a rank of an engine as
-a process of its own.
-"""
+"""Rows of a tiny model of text and images, and plain transformers that computes each by itself."""
 
 import io
 from pathlib import Path
@@ -9,22 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
 from rolecall.columns import IMAGES
-from rolecall.settings import OptimizerSection
 from rolecall.training.engine import Microbatch
-from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.packing.images import ImageReader
-from rolecall.training.packing.pack import Row, local_counts, pack
-from rolecall.training.ranks.device import RankSpec, start_rank, stop_rank
+from rolecall.training.packing.pack import Row, pack
 from rolecall.v1.trajectory_pb2 import Images
 from rolecall.wire import Array
-from tests.integration.fsdp_ranks import make_engine, weights_of
 
 CPU = torch.device("cpu")
-SECTION = OptimizerSection(learning_rate=1e-3, weight_decay=0.1)
 START, END, SHOWS = 3, 4, 5
 """Ids before, behind and in the place of an image."""
 TOKEN_PIXELS = 8
@@ -93,9 +85,9 @@ def oracle_inputs(path: Path, row: Row) -> dict[str, Any]:
     return {"input_ids": ids, "mm_token_type_ids": (ids == SHOWS).int(), "use_cache": False, **made}
 
 
-def oracle_logprobs(model: PreTrainedModel, path: Path, row: Row) -> torch.Tensor:
+def oracle_logprobs(model: PreTrainedModel, path: Path, row: Row, temperature: float = TEMPERATURE) -> torch.Tensor:
     """Logprobs [T] of a row by itself, 0 outside the response mask."""
-    log_p = (model(**oracle_inputs(path, row)).logits[0] / TEMPERATURE).log_softmax(-1)[:-1]
+    log_p = (model(**oracle_inputs(path, row)).logits[0] / temperature).log_softmax(-1)[:-1]
     ids = torch.from_numpy(row["token_ids"].astype(np.int64))
     mask = torch.from_numpy(row["response_mask"] != 0)
     return torch.cat([torch.zeros(1), log_p.gather(1, ids[1:, None])[:, 0]]) * mask
@@ -108,21 +100,3 @@ def oracle_gradients(path: Path, rows: list[Row]) -> dict[str, Array]:
     loss = -torch.stack([oracle_logprobs(model, path, row).sum() for row in rows]).sum() / num_tokens
     loss.backward()  # type: ignore[no-untyped-call]
     return {name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def train_on_rank(job: dict[str, Any], rank: int) -> None:
-    """Runs a rank: two steps, a rank's microbatches as the job says, and from rank 0 the weights."""
-    start_rank(RankSpec(rank, job["world_size"], rank, (), f"file://{job['rendezvous']}", 1, 60.0))
-    path, rows = Path(job["model"]), make_rows()
-    engine = make_engine(path, optimizer=SECTION, **job["options"])
-    counts = local_counts(rows)
-    norms = []
-    for _ in range(2):
-        mine = [packed(path, [rows[index] for index in indices], ("loss_mask",)) for indices in job["plan"][rank]]
-        engine.forward(mine)
-        engine.forward_backward(mine, SftObjective(counts))
-        norms.append(engine.step().grad_norm)
-    weights = weights_of(engine)
-    if rank == 0:
-        save_file({**weights, "norms": torch.tensor(norms)}, Path(job["out"]) / "weights.safetensors")
-    stop_rank()
