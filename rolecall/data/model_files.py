@@ -264,6 +264,11 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., save_original_format=False), with the "
             "tokenizer beside it"
         )
+    if config.get("vision_config") and kind not in FAMILIES:
+        raise ConfigError(
+            f"{where} is a model of text and images of model_type {kind!r}, and only {' and '.join(FAMILIES)} are "
+            "trained whole; use one of these, or a model of text"
+        )
     quantization = config.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
