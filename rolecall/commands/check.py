@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rolecall.algorithms.advantages.custom import load as load_advantage
-from rolecall.commands.capacity import check_cache, check_capacity
+from rolecall.commands.capacity import check_cache, check_capacity, in_bytes
 from rolecall.commands.explain import explain
 from rolecall.commands.footprint import memory_and_disk, store
 from rolecall.commands.preflight import NOTE, preflight
@@ -180,17 +180,26 @@ def _prompts(
     if tokenizer is None:
         return
     encoder = PromptEncoder.of(settings, tokenizer)
-    bound, lengths = settings.data.max_prompt_tokens, list[int]()
+    bound, lengths, shown = settings.data.max_prompt_tokens, list[int](), list[int]()
     for prompt in prompts:
         if len(lengths) >= MAX_MEASURED_PROMPTS and min(lengths) <= bound:
             break
-        lengths.append(len(encoder.encode(prompt)[0]))
+        ids, _ = encoder.encode(prompt)
+        lengths.append(len(ids))
+        shown += [ids.count(encoder.visual_tokens.token_id)] if encoder.visual_tokens is not None else []
     too_long = sum(length > bound for length in lengths)
     yield f"  the first is {lengths[0]} tokens as rendered: {tokenizer.render(prompts[0].chat)!r}"
     yield (
         f"  of the first {len(lengths)}, the longest has {max(lengths)} tokens; {too_long} exceed "
         f"data.max_prompt_tokens {bound} and will be left out"
     )
+    if shown:
+        num_images = sum(len(prompt.images) for prompt in prompts[: len(lengths)])
+        most = max(prompt.image_bytes for prompt in prompts)
+        yield (
+            f"  they show {num_images} images (data.images_field), those of one prompt up to {max(shown)} of its "
+            f"tokens and {in_bytes(most)}"
+        )
     if too_long == len(lengths):
         raise ConfigError(
             f"{setting}: all {too_long} prompts of {names} have more tokens than data.max_prompt_tokens {bound}, the "

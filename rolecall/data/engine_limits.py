@@ -2,6 +2,10 @@
 something else than was asked for.
 """
 
+import importlib.util
+from pathlib import Path
+
+from rolecall.data.images.tokens import read_visual_tokens
 from rolecall.data.mixture import check_cpu_routing
 from rolecall.data.model_files import (
     check_cpu_adapters,
@@ -23,10 +27,20 @@ def check_engine(settings: RunSettings) -> None:
     check_engine_arguments(settings.rollout.engine)
     check_split(settings.model.path, settings.rollout.tensor_parallel_size)
     check_stages(settings.model.path, settings.rollout.pipeline_parallel_size)
+    _check_images(settings.model.path)
     if settings.rollout.devices:
         _check_gpus(settings)
     else:
         _check_cpus(settings)
+
+
+def _check_images(path: Path) -> None:
+    """ConfigError when vLLM could not start with a model of text and images here."""
+    if read_visual_tokens(path) is not None and importlib.util.find_spec("torchvision") is None:
+        raise ConfigError(
+            f"model.path {path} is a model of text and images, whose processor in vLLM needs torchvision, which is not "
+            "installed; install the version that fits torch (docs/images.md says how on CPUs)"
+        )
 
 
 def _check_cpus(settings: RunSettings) -> None:

@@ -136,7 +136,9 @@ class DataSection(Section):
     system_prompt: str | None = None
     """A system message put before every prompt that has none."""
     max_prompt_tokens: PositiveInt = 1024
-    """Prompts longer than this when rendered are refused and counted, never truncated."""
+    """Prompts longer than this when rendered are refused and counted, never truncated. Images count with the tokens
+    that the model makes of them; size.longest_edge of its preprocessor_config.json, in pixels, bounds those of one.
+    """
     shuffle: bool = True
     """Another deterministic order in every epoch, over all files; false keeps theirs."""
 

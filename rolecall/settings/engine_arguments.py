@@ -80,6 +80,12 @@ _BECAUSE = {
         "tokenizer_revision",
         "skip_tokenizer_init",
     ),
+    "images are what the model directory's processor makes of them, for controller and trainers, too; change its "
+    "preprocessor_config.json": ("mm_processor_kwargs", "mm_device_do_normalize", "language_model_only"),
+    "vLLM would keep processed images in two processes, and a pause clears one of them": (
+        "mm_processor_cache_gb",
+        "mm_processor_cache_type",
+    ),
     "the probe of new weights goes ahead of the requests that a publish has paused": (
         "scheduling_policy",
         "scheduler_cls",

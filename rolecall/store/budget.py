@@ -25,13 +25,13 @@ class PromptBytes:
     """The bytes of the largest prompt of a run."""
 
     text: int
-    """Without its token ids and images: a group holds it once."""
+    """All but token ids and images; a group holds it once."""
     images: int = 0
-    """The images of the prompt that has most of them: each row holds them."""
+    """The images of the prompt with most bytes of them; each row holds them."""
 
     @classmethod
     def largest(cls, prompts: Iterable[RawPrompt]) -> "PromptBytes":
-        """Those of the largest of `prompts`."""
+        """The bytes of the largest of `prompts`."""
         sizes = [(prompt.num_bytes, prompt.image_bytes) for prompt in prompts]
         return cls(max((text for text, _ in sizes), default=0), max((images for _, images in sizes), default=0))
 

@@ -74,7 +74,9 @@ def wire(settings: RunSettings) -> Wiring:
     ledger = Ledger(connection, settings.run.name)
     fleet = Fleet(settings, ledger, threads)
     tokenizer = ChatTokenizer.of(settings.model)
-    renderer = PromptRenderer(PromptEncoder.of(settings, tokenizer), settings.data.max_prompt_tokens)
+    encoder = PromptEncoder.of(settings, tokenizer)
+    renderer = PromptRenderer(encoder, settings.data.max_prompt_tokens)
+    probed = PromptSequence(raw_prompts, renderer, seed=settings.run.seed, shuffle=True)
     reward, reward_channel = open_client(settings.reward, _address("reward", settings.reward.address), settings.rpc)
     references, channels = _references(settings)
     actor, actor_channel = _actor(settings)
@@ -87,7 +89,7 @@ def wire(settings: RunSettings) -> Wiring:
         raw_prompts=raw_prompts,
         prompt_bytes=prompt_bytes,
         renderer=renderer,
-        probe=make_probe(settings, PromptSequence(raw_prompts, renderer, seed=settings.run.seed, shuffle=True)),
+        probe=make_probe(settings, probed, encoder.visual_tokens),
         policy=policy,
         ledger=ledger,
         rows=Rows(connection, settings.run.name, settings.store.num_shards),

@@ -42,7 +42,6 @@ from rolecall.weights.engine_calls import join_epoch, receive_version
 from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array
 from services.rollout.config import RolloutConfig
-from services.rollout.image_prompts import ImagePrompts
 from services.rollout.sampling import (
     EngineInfo,
     MeetingPlace,
@@ -53,7 +52,8 @@ from services.rollout.sampling import (
     VersionSpan,
 )
 from services.rollout.scheduler import PRIORITY, PROBE_PRIORITY, UseLog, logprobs_of
-from services.rollout.sleeper import Sleeper
+from services.rollout.vllm.image_prompts import ImagePrompts
+from services.rollout.vllm.sleeper import Sleeper
 
 _FINISH_REASONS = {"stop": trajectory_pb2.FINISH_REASON_STOP, "length": trajectory_pb2.FINISH_REASON_LENGTH}
 ENGINE_DIED = "the vLLM engine died of the error that it wrote to this replica's log; the replica ends"
@@ -393,12 +393,14 @@ def _know_the_model(path: Path) -> None:
 def _for_images(config: RolloutConfig) -> dict[str, Any]:
     """vLLM's processor of images needs a tokenizer, for texts that it is never given here. Its cache of processed
     images stays off: it has a half in either process, and a pause clears the core's alone. On CPUs a trial of the
-    largest image that the model takes would cost minutes at the start, to size a cache that has its size.
+    largest image that the model takes would cost minutes at the start, to size a cache that has its size. Pixels are
+    scaled in this process: the worker would do it by numbers that its dummy weights are drawn over.
     """
     return {
         "skip_tokenizer_init": False,
         "limit_mm_per_prompt": {"video": 0},
         "mm_processor_cache_gb": 0,
+        "mm_device_do_normalize": False,
         "skip_mm_profiling": not config.devices,
     }
 

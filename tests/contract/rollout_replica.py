@@ -156,9 +156,10 @@ async def replica_under_test(
     sampler: Callable[[Replica], SingleTurns | Episodes] = SingleTurns,
     queue: PromptQueue | None = None,
     rows: Rows | None = None,
+    shows_images: bool = False,
 ) -> AsyncIterator[ReplicaUnderTest]:
     """Serves `engine` on a free port and pulls from `store`, by `queue` and `rows` where they are given."""
-    settings = PullSettings(consumer, MAX_GROUPS, lease_s, generation_timeout_s, 60, 3)
+    settings = PullSettings(consumer, MAX_GROUPS, lease_s, generation_timeout_s, 60, 3, shows_images)
     twin = RolloutTwin(
         engine,
         settings,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS
+from rolecall.columns import IMAGES, OLD_ROUTED_EXPERTS, ROUTED_EXPERTS
 from rolecall.data.mixture import Mixture
 from rolecall.errors import (
     GenerationError,
@@ -92,6 +92,36 @@ async def test_a_groups_prompt_is_kept_once_however_many_responses_there_are(rol
     keys = rollout.store.connection.ledger.scan_iter(f"{{rl:{rollout.store.run}*")
     taken = sum(rollout.store.connection.command("MEMORY", "USAGE", key, "SAMPLES", 0) for key in keys)
     assert taken < 150_000
+
+
+async def test_every_row_holds_the_images_of_its_prompt_where_prompts_may_show_some(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path)
+    shown: list[list[bytes]] = [[b"one", b"two"], []]
+    async with replica_under_test(store, tmp_path, ScriptedEngine(), shows_images=True) as rollout:
+        for gid, images in enumerate(shown):
+            ids = np.array(PROMPT, dtype="<i4").tobytes()
+            prompt = trajectory_pb2.Prompt(uid=f"u{gid}", token_ids=ids, images=images)
+            sampling = trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=20)
+            group = trajectory_pb2.PromptGroup(gid=gid, prompt=prompt, num_responses=2, sampling=sampling)
+            assert store.ledger.admit(group, b"")
+        await rollout.publish(1)
+        sampled = {}
+        for committed in await rollout.committed(2):
+            rows, metas = store.rows.read_with_meta(rows_of(committed), ["token_ids", IMAGES])
+            files = [list(trajectory_pb2.Images.FromString(row[IMAGES].tobytes()).files) for row in rows]
+            assert files == [shown[committed.gid]] * 2
+            assert not any(meta.prompt.images for meta in metas)
+            sampled[committed.gid] = [row["token_ids"].tolist() for row in rows]
+    assert sampled[0] != sampled[1], "the twin sees images, too"
+
+
+async def test_rows_of_a_run_of_text_have_no_column_of_images(rollout: ReplicaUnderTest) -> None:
+    rollout.admit(1)
+    await rollout.publish(1)
+    (committed,) = await rollout.committed(1)
+    assert not rollout.store.rows.hold(rows_of(committed), IMAGES)
 
 
 async def test_a_greedy_response_is_sampled_beside_the_others_and_marked_by_its_temperature(

@@ -232,10 +232,15 @@ def check_sampled_from(rollout_logprobs: Array, recomputed: Array) -> None:
 
 @contextlib.contextmanager
 def rollout_process(
-    directory: Path, model_path: Path, variables: Mapping[str, str] = {}, **sections: dict[str, Any]
+    directory: Path,
+    model_path: Path,
+    variables: Mapping[str, str] = {},
+    *,
+    auto_class: Any = AutoModelForCausalLM,
+    **sections: dict[str, Any],
 ) -> Iterator[RolloutProcess]:
     """Starts all of it, the replica with these environment variables beside the test's own, waits until it has joined,
-    and ends all of it.
+    and ends all of it. `auto_class`: by which transformers reads the model.
     """
     store = EmbeddedStore(directory / "store", RUN, 2**31, None)
     server = grpc.server(futures.ThreadPoolExecutor(4))
@@ -264,7 +269,7 @@ def rollout_process(
         join = controller.joined[0]
         raw = grpc.insecure_channel(join.address)
         channel = grpc.intercept_channel(raw, Showing(Caller.CONTROLLER))
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        model = auto_class.from_pretrained(model_path, dtype=torch.float32).eval()
         weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
         publisher = Publisher(torch.device("cpu"))
         yield RolloutProcess(

@@ -9,7 +9,7 @@ exactly those.
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -255,12 +255,13 @@ async def twin_run(
     *,
     score: ScoreFunction = parity,
     template: str = CHAT_TEMPLATE,
+    more_tokens: Sequence[str] = (),
     **sections: Any,
 ) -> AsyncIterator[TwinRun]:
     """Serves actor, critic and reward; `sections` are merged over a run of 3 steps of 4 groups of 2."""
     store.ledger.unlock()  # the fixture's: the first controller need not wait until its lease is over
     async with AsyncExitStack() as stack:
-        write_tokenizer(folder / "model", template)
+        write_tokenizer(folder / "model", template, more_tokens)
         (folder / "train.jsonl").write_text(
             "".join(json.dumps({"prompt": f"number {i}", "ground_truth": str(i)}) + "\n" for i in range(30))
         )

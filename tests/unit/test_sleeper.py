@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rolecall.errors import DeviceFullError
-from services.rollout.sleeper import Sleeper
+from services.rollout.vllm.sleeper import Sleeper
 
 TOTAL, WEIGHTS, CACHE = 100, 10, 60
 

@@ -28,7 +28,7 @@ class ImageFile:
     num_bytes: int
     path: Path | None = None
     data: bytes = b""
-    """Its bytes where there is no path."""
+    """The bytes of an image without a path."""
 
     def read(self) -> bytes:
         """The bytes of the file. InvalidInputError where it cannot be read, or is no longer what it was."""

@@ -10,6 +10,7 @@ own, and a rollout may be NOISE_FACTOR times as far away as the actor is from it
 
 import numpy as np
 
+from rolecall.data.images.tokens import VisualTokens
 from rolecall.settings import RunSettings
 from rolecall.v1 import actor_pb2, rollout_pb2, weights_pb2
 from rolecall.wire import Array, decode_tensor, encode_tensor
@@ -30,16 +31,19 @@ QUANTILES = (0.5, 0.9)
 """Quantiles of the differences in 16 bits, each against that of the noise; single tokens may be further off."""
 
 
-def make_probe(settings: RunSettings, prompts: PromptSequence) -> weights_pb2.Probe:
-    """The first prompts of `prompts`, end to end, as a request's probe. Moves its cursor. ConfigError when no prompt
-    fits.
+def make_probe(
+    settings: RunSettings, prompts: PromptSequence, visual_tokens: VisualTokens | None = None
+) -> weights_pb2.Probe:
+    """The first prompts of `prompts`, end to end, as a request's probe, without the `visual_tokens` of their images,
+    which it does not show. Moves its cursor. ConfigError when no prompt fits.
     """
+    image = None if visual_tokens is None else visual_tokens.token_id
     longest = settings.data.max_prompt_tokens + settings.sampling.max_tokens
     num_decoded = min(NUM_DECODED, max(0, longest - 3))
     num_tokens = min(MAX_PROBE_TOKENS, longest - num_decoded - 1)
     ids: list[int] = []
     while len(ids) < num_tokens and (prompts.cursor.epoch == 0 or len(ids) < 2):
-        ids += np.frombuffer(prompts.next().token_ids, "<i4").tolist()
+        ids += [token for token in np.frombuffer(prompts.next().token_ids, "<i4").tolist() if token != image]
     return weights_pb2.Probe(token_ids=encode_tensor(np.array(ids[:num_tokens], np.int32)), num_decoded=num_decoded)
 
 

@@ -60,6 +60,7 @@ class ImagePrompts:
             cache_salt=str(num_loads),
         )
         try:
+            # bounded: by generation_timeout_s of whoever asks
             made = await self._renderer.process_for_engine_async(prompt, time.time())
         except ValueError as error:
             raise GenerationError(f"vLLM cannot take a prompt with {len(files)} images: {error}") from error

@@ -1,0 +1,1 @@
+"""Parts of engine.py: what of vLLM's engine takes more than a call."""

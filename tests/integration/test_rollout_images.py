@@ -1,0 +1,159 @@
+"""A real rollout process with vLLM and a model of text and images: weights over the channel, tokens and logprobs
+against transformers, and no feature of older weights under newer ones.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from rolecall.columns import IMAGES
+from rolecall.data.images.files import open_image
+from rolecall.data.images.tokens import read_visual_tokens
+from rolecall.trajectory import SAMPLED_COLUMNS, rows_of
+from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.wire import Array, decode_tensor
+from tests.integration.rollout_process import PROBE, RolloutProcess, group, rollout_process
+from tests.pictures import picture
+from tests.tiny_models import VisionFamily, write_vision
+
+pytestmark = [pytest.mark.vision, pytest.mark.timeout(300)]
+
+MAX_GAP = 0.02
+"""Nats: vLLM's vision tower on CPUs and transformers' differ by up to .006 in float32; another image, or weights of
+another seed, by tenths and more.
+"""
+
+
+class Seen:
+    """A replica with a model that sees, and two versions of its weights by transformers."""
+
+    def __init__(self, rollout: RolloutProcess, paths: list[Path]) -> None:
+        self.rollout = rollout
+        tokens = read_visual_tokens(paths[0])
+        assert tokens is not None
+        self.tokens = tokens
+        self.processor = AutoImageProcessor.from_pretrained(paths[0], backend="pil")
+        self.models = [AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval() for path in paths]
+        self.weights = [sorted(load_file(path / "model.safetensors").items()) for path in paths]
+
+    def prompt(self, images: list[bytes], tail: int = 70) -> trajectory_pb2.Prompt:
+        """A prompt that shows the images, with text between them."""
+        start, end, pad = self.tokens.token_id - 2, self.tokens.token_id - 1, self.tokens.token_id
+        ids = [1, 50]
+        for place in range(len(images)):
+            ids += [start, pad, end, 60 + place]
+        numbers = [self.tokens.number(*open_image(image).size) for image in images]
+        ids = self.tokens.expanded([*ids, tail], numbers)
+        return trajectory_pb2.Prompt(uid="1", token_ids=np.array(ids, "<i4").tobytes(), images=images)
+
+    @torch.no_grad()
+    def logprobs(self, version: int, ids: list[int], images: list[bytes], temperature: float = 1.0) -> Array:
+        """float32 [T] of transformers under version 0 or 1."""
+        row = torch.tensor([ids])
+        seen: dict[str, Any] = {}
+        if images:
+            pixels = self.processor(images=[open_image(image) for image in images], return_tensors="pt")
+            kinds = (row == self.tokens.token_id).int()
+            seen = {**pixels, "mm_token_type_ids": kinds}
+        logits = self.models[version](input_ids=row, **seen).logits[0].float() / temperature
+        chosen = logits.log_softmax(-1)[:-1].gather(1, row[0, 1:, None])[:, 0]
+        whole: Array = np.concatenate([[0.0], chosen.numpy()]).astype(np.float32)
+        return whole
+
+    def generate(self, prompt: trajectory_pb2.Prompt, **more: Any) -> list[rollout_pb2.GenerateResponse]:
+        sampling = trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=12)
+        request = rollout_pb2.GenerateRequest(
+            id="eval/0/heldout/1", prompt=prompt, num_responses=4, sampling=sampling, seed=3, **more
+        )
+        return list(self.rollout.stub.Generate(request, timeout=120))
+
+    def gap(self, version: int, prompt: trajectory_pb2.Prompt, responses: list[rollout_pb2.GenerateResponse]) -> float:
+        """How far the sampler's logprobs are from those of transformers, at most."""
+        ids, images, gaps = np.frombuffer(prompt.token_ids, "<i4").tolist(), list(prompt.images), [0.0]
+        for response in responses:
+            said = np.frombuffer(response.response_token_ids, "<i4").tolist()
+            if self.tokens.token_id in said:  # transformers would look for its image
+                continue
+            expected = self.logprobs(version, ids + said, images)[len(ids) :]
+            gaps.append(float(np.abs(np.frombuffer(response.response_logprobs, "<f4") - expected).max()))
+        return max(gaps)
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    """One process for the whole file; its tests run in order."""
+    family: VisionFamily = request.param
+    directory = tmp_path_factory.mktemp(family)
+    paths = [write_vision(directory / f"model-{seed}", family, seed=seed) for seed in (0, 1)]
+    data = {"images_field": "images"}
+    with rollout_process(directory, paths[0], auto_class=AutoModelForImageTextToText, data=data) as running:
+        yield Seen(running, paths)
+
+
+def test_every_weight_of_both_towers_arrives_and_the_probe_agrees(seen: Seen) -> None:
+    seen.rollout.weights = seen.weights[0]
+    seen.rollout.open_epoch()
+    sent, received = seen.rollout.publish()
+    assert received.digest == sent.digest
+    assert {item.name: item.value for item in received.fingerprints} == sent.fingerprints
+    assert any("visual" in name for name in sent.fingerprints)
+    probe = decode_tensor(received.probe.logprobs, "probe")
+    assert np.abs(probe - seen.logprobs(0, PROBE, [])).max() < 1e-4
+
+
+@pytest.mark.parametrize("sizes", [[(36, 20)], [(36, 20), (32, 32)], []], ids=["one", "two", "none"])
+def test_responses_to_images_have_the_logprobs_of_transformers(seen: Seen, sizes: list[tuple[int, int]]) -> None:
+    prompt = seen.prompt([picture(*size, seed) for seed, size in enumerate(sizes)])
+    responses = seen.generate(prompt)
+    assert seen.gap(0, prompt, responses) < MAX_GAP
+    assert all(not response.meta.prompt.images for response in responses)
+
+
+def test_another_image_of_the_same_size_gives_another_response(seen: Seen) -> None:
+    first, second = (seen.prompt([picture(36, 20, seed)]) for seed in (0, 1))
+    responses = seen.generate(first)
+    assert seen.gap(0, second, seen.generate(second)) < MAX_GAP
+    assert seen.gap(0, second, responses) > 10 * MAX_GAP
+
+
+def test_committed_rows_hold_the_images(seen: Seen) -> None:
+    files = [picture(36, 20, 5), picture(8, 24, 6)]
+    for gid, images in enumerate([files, []]):
+        asked = group(gid, [1], 4, temperature=1.0)
+        asked.prompt.CopyFrom(seen.prompt(images))
+        assert seen.rollout.ledger.admit(asked, b"")
+    committed: list[trajectory_pb2.CommittedGroup] = []
+    deadline = time.monotonic() + 60
+    while len(committed) < 2 and time.monotonic() < deadline:
+        committed = [one for _, one in seen.rollout.ledger.read_committed("0", 10, 0.5)]
+    for one in sorted(committed, key=lambda one: one.gid):
+        shown = [files, []][one.gid]
+        for row, meta in zip(
+            seen.rollout.rows.read(rows_of(one), [*SAMPLED_COLUMNS, IMAGES]),
+            seen.rollout.rows.read_meta(rows_of(one)),
+            strict=True,
+        ):
+            assert list(trajectory_pb2.Images.FromString(row[IMAGES].tobytes()).files) == shown
+            assert not meta.prompt.images
+            ids, mask = row["token_ids"].tolist(), row["response_mask"] == 1
+            if seen.tokens.token_id not in ids[meta.num_prompt_tokens :]:
+                assert np.abs(row["rollout_logprobs"] - seen.logprobs(0, ids, shown))[mask].max() < MAX_GAP
+
+
+@pytest.mark.parametrize("pause_mode", [rollout_pb2.PAUSE_MODE_KEEP, rollout_pb2.PAUSE_MODE_WAIT])
+def test_nothing_that_older_weights_saw_is_used_under_newer_ones(seen: Seen, pause_mode: int) -> None:
+    prompt = seen.prompt([picture(36, 20, 0), picture(32, 32, 1)])
+    seen.generate(prompt)
+    version = seen.rollout.version % 2
+    seen.rollout.weights = seen.weights[version]
+    seen.rollout.publish(pause_mode=pause_mode)
+    responses = seen.generate(prompt)
+    assert seen.gap(version, prompt, responses) < MAX_GAP
+    assert seen.gap(1 - version, prompt, responses) > 10 * MAX_GAP

@@ -1,0 +1,301 @@
+"""Images in prompts: read from rows, counted as the library counts them, refused by line and field."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from pydantic import ValidationError
+
+from rolecall.data.dataset import RawPrompt, load_prompts
+from rolecall.data.images.files import MAX_BYTES, open_image
+from rolecall.data.images.prompts import PromptEncoder
+from rolecall.data.images.tokens import VisualTokens, collapsed, read_visual_tokens, require_visual_tokens
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.settings import DataSection, RewardSection, RunSettings
+from rolecall.v1 import trajectory_pb2
+from services.controller.groups.prompts import PromptRenderer, PromptSequence
+from services.controller.publish.probe import make_probe
+from tests.pictures import END, PAD, START, picture, write_seeing
+from tests.tiny_tokenizer import write_tokenizer
+from tests.unit.test_controller_prompts import write
+
+ELSEWHERE = RewardSection(address="scorer:1")
+TOKENS = VisualTokens(PAD, 4, 2, 64, 4096)
+
+
+def section(path: Path, **fields: Any) -> DataSection:
+    return DataSection.model_validate({"train": path, "images_field": "images", **fields})
+
+
+def load(path: Path, **fields: Any) -> list[RawPrompt]:
+    return load_prompts(path, section(path, **fields), ELSEWHERE)
+
+
+# --- tokens -----------------------------------------------------------------------------------------
+
+
+@given(
+    width=st.integers(1, 3000),
+    height=st.integers(1, 3000),
+    patch=st.sampled_from([4, 14, 16]),
+    least=st.integers(1, 300),
+    more=st.integers(0, 300),
+)
+def test_an_image_has_as_many_tokens_as_the_library_makes_of_it(
+    width: int, height: int, patch: int, least: int, more: int
+) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    factor = 2 * patch
+    bounds = least * factor**2, (least + more) * factor**2
+    tokens = VisualTokens(PAD, patch, 2, *bounds)
+    try:
+        rows, columns = smart_resize(height, width, factor, *bounds)
+    except ValueError:
+        with pytest.raises(InvalidInputError, match="200 times as long as it is wide"):
+            tokens.number(width, height)
+    else:
+        assert tokens.number(width, height) == rows * columns // factor**2
+
+
+def test_a_placeholder_is_repeated_for_each_token_and_collapses_to_one() -> None:
+    ids = [1, START, PAD, END, 9, START, PAD, END, 7]
+    whole = TOKENS.expanded(ids, [3, 1])
+    assert whole == [1, START, PAD, PAD, PAD, END, 9, START, PAD, END, 7]
+    assert collapsed(whole, PAD) == ids
+    assert collapsed([], PAD) == []
+    assert collapsed([7, 7, PAD, PAD], PAD) == [7, 7, PAD]
+
+
+@pytest.mark.parametrize(
+    ("ids", "numbers", "complaint"),
+    [
+        ([1, PAD, 2], [], "has 1 tokens that stand for an image .* and 0 images; a text may not spell that token"),
+        ([1, 2], [4], "has 0 tokens that stand for an image .* and 1 images"),
+        ([1, PAD, PAD, 2], [4, 4], "two images side by side"),
+    ],
+)
+def test_a_prompt_that_does_not_show_each_image_once_is_refused(
+    ids: list[int], numbers: list[int], complaint: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=complaint):
+        TOKENS.expanded(ids, numbers)
+
+
+def test_the_tokens_of_a_model_are_read_from_the_files_that_its_processor_is_read_from(tmp_path: Path) -> None:
+    assert read_visual_tokens(write_seeing(tmp_path)) == TOKENS
+    write_seeing(tmp_path, min_pixels=256, max_pixels=1024)
+    assert read_visual_tokens(tmp_path) == VisualTokens(PAD, 4, 2, 256, 1024)
+    own = {"image_processor": {"patch_size": 4, "size": {"shortest_edge": 128, "longest_edge": 256}}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(own))
+    assert read_visual_tokens(tmp_path) == VisualTokens(PAD, 4, 2, 128, 256)
+
+
+@pytest.mark.parametrize(
+    ("processor", "complaint"),
+    [
+        ({"image_processor_type": "SiglipImageProcessor"}, "its image processor is SiglipImageProcessor; images are"),
+        ({"do_resize": False}, "is Qwen2VLImageProcessor without do_resize"),
+        ({"patch_size": 0}, "patch_size is 0, not a number above 0"),
+        ({"patch_size": 14}, r"processor's patch_size is 14, and vision_config.patch_size of config.json is 4"),
+    ],
+)
+def test_a_processor_that_makes_other_tokens_is_refused(
+    tmp_path: Path, processor: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        read_visual_tokens(write_seeing(tmp_path, **processor))
+
+
+def test_a_model_of_text_has_no_tokens_for_images_and_is_refused_where_prompts_show_some(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    assert read_visual_tokens(tmp_path) is None
+    with pytest.raises(ConfigError, match=r"data\.images_field: model\.path .* is no model whose prompts may"):
+        require_visual_tokens(tmp_path)
+
+
+# --- pixels -----------------------------------------------------------------------------------------
+
+
+def test_an_image_is_opened_upright_on_white_and_in_three_colors() -> None:
+    see_through = Image.new("RGBA", (3, 2), (0, 0, 0, 0))
+    see_through.putpixel((0, 0), (200, 0, 0, 255))
+    file = io.BytesIO()
+    see_through.save(file, "PNG")
+    opened = open_image(file.getvalue())
+    assert (opened.mode, opened.getpixel((0, 0)), opened.getpixel((1, 0))) == ("RGB", (200, 0, 0), (255, 255, 255))
+    turned = Image.new("RGB", (4, 2))
+    exif = turned.getexif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    file = io.BytesIO()
+    turned.save(file, "JPEG", exif=exif)
+    assert open_image(file.getvalue()).size == (2, 4)
+    gray = io.BytesIO()
+    Image.new("L", (2, 2), 7).save(gray, "PNG")
+    assert open_image(gray.getvalue()).getpixel((1, 1)) == (7, 7, 7)
+
+
+@pytest.mark.parametrize("data", [b"no image", b"", picture(40, 40)[:200], picture(40, 40, kind="JPEG")[:-300]])
+def test_what_is_no_whole_image_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidInputError, match="an image cannot be read"):
+        open_image(data)
+
+
+# --- rows -------------------------------------------------------------------------------------------
+
+
+def test_messages_show_images_by_marks_or_by_parts(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(picture(16, 16))
+    parts = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image", "text": None}]
+    path = write(
+        tmp_path / "p.jsonl",
+        {"prompt": "how many? <image>", "images": ["a.png"]},
+        {"prompt": [{"role": "user", "content": parts}], "images": ["a.png", {"path": "b.png", "bytes": None}]},
+        {"prompt": "one alone <image>", "images": str(tmp_path / "b.png")},
+        {"prompt": "none"},
+        {"prompt": "none either", "images": []},
+    )
+    prompts = load(path)
+    assert [[file.path for file in prompt.images] for prompt in prompts] == [
+        [tmp_path / "a.png"],
+        [tmp_path / "a.png", tmp_path / "b.png"],
+        [tmp_path / "b.png"],
+        [],
+        [],
+    ]
+    assert prompts[1].messages == (("user", "<image>and<image>"),)
+    assert prompts[0].chat[0]["content"] == [{"type": "text", "text": "how many? "}, {"type": "image"}]
+    assert prompts[3].chat[0]["content"] == "none"
+    assert all("images" not in prompt.metadata for prompt in prompts)
+
+
+def test_without_the_setting_a_mark_is_text_and_images_are_a_field_like_others(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "say <image>", "images": ["a"]})
+    (prompt,) = load(path, images_field=None)
+    assert (prompt.chat[0]["content"], prompt.images, prompt.metadata) == ("say <image>", (), {"images": ["a"]})
+
+
+def test_parquet_holds_the_bytes_of_images(tmp_path: Path) -> None:
+    rows = [{"prompt": "<image>", "images": [{"bytes": picture(9, 9), "path": "gone.png"}]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    (prompt,) = load(tmp_path / "p.parquet")
+    assert [file.read() for file in prompt.images] == [picture(9, 9)]
+    assert prompt.image_bytes >= len(picture(9, 9)) > prompt.num_bytes
+
+
+def test_a_function_of_the_users_leaves_the_bytes_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_images.py").write_text("def row(fields):\n    return {**fields, 'prompt': '<image>?'}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [{"prompt": "", "images": [{"bytes": picture(9, 9), "path": None}]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    (prompt,) = load(tmp_path / "p.parquet", preprocess={"function": "mine_images:row"})
+    assert prompt.images[0].read() == picture(9, 9)
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"prompt": "<image>"}, r"field 'prompt': the messages show 1 images, .* and field 'images' has 0"),
+        ({"prompt": "hi", "images": ["a.png"]}, "the messages show 0 images, .* has 1; show each once"),
+        ({"prompt": "<image>", "images": ["gone.png"]}, r"field 'images', image 1: there is no file .*gone\.png"),
+        ({"prompt": "<image>", "images": [7]}, r"image 1: neither a path nor \{bytes, path\}"),
+        ({"prompt": "<image>", "images": [{"bytes": None, "path": ""}]}, "image 1: neither a path nor"),
+        ({"prompt": "<image>", "images": ["large.png"]}, f"have {MAX_BYTES + 1} bytes, more than {MAX_BYTES}"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            r"a part of a message is neither \{type: text, text: text\} nor \{type: image\}",
+        ),
+    ],
+)
+def test_a_bad_row_of_images_is_named_by_line_and_field(tmp_path: Path, row: dict[str, Any], complaint: str) -> None:
+    (tmp_path / "a.png").write_bytes(picture(16, 16))
+    with (tmp_path / "large.png").open("wb") as large:
+        large.truncate(MAX_BYTES + 1)
+    path = write(tmp_path / "p.jsonl", {"prompt": "fine"}, row)
+    with pytest.raises(ConfigError, match=rf"p\.jsonl, line 2.*{complaint}"):
+        load(path)
+
+
+# --- prompts ----------------------------------------------------------------------------------------
+
+
+def encoder(path: Path) -> PromptEncoder:
+    return PromptEncoder(ChatTokenizer(write_seeing(path)), TOKENS)
+
+
+def test_a_prompt_carries_its_files_and_a_placeholder_for_each_token(tmp_path: Path) -> None:
+    files = [picture(36, 20), picture(9, 9, kind="JPEG")]
+    for name, file in zip(("a.png", "b.jpg"), files, strict=True):
+        (tmp_path / name).write_bytes(file)
+    path = write(tmp_path / "p.jsonl", {"prompt": "x<image>y<image>z", "images": ["a.png", "b.jpg"], "level": 3})
+    renderer = PromptRenderer(encoder(tmp_path / "model"), 64)
+    prompt = renderer.render(load(path)[0], 2)
+    assert prompt is not None
+    assert list(prompt.images) == files
+    assert [(said.role, said.content) for said in prompt.messages] == [("user", "x<image>y<image>z")]
+    assert list(prompt.metadata) == ["level"]
+    ids = np.frombuffer(prompt.token_ids, "<i4").tolist()
+    shown = [PAD] * TOKENS.number(36, 20), [PAD] * TOKENS.number(9, 9)
+    assert ids.count(PAD) == len(shown[0]) + len(shown[1]) == 8 + 1
+    place = ids.index(START)
+    assert ids[place : place + 10] == [START, *shown[0], END]
+    assert PromptRenderer(encoder(tmp_path / "model"), len(ids) - 1).render(load(path)[0], 0) is None
+
+
+def test_a_text_that_spells_the_placeholder_is_refused_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture(16, 16))
+    path = write(tmp_path / "p.jsonl", {"prompt": "<|image_pad|> <image>", "images": ["a.png"]})
+    with pytest.raises(ConfigError, match=r"p\.jsonl, line 1: .* has 2 tokens that stand for an image .* and 1 images"):
+        encoder(tmp_path / "model").encode(load(path)[0])
+
+
+@pytest.mark.parametrize("damage", ["broken", "changed", "gone"])
+def test_a_file_that_is_not_what_it_was_is_refused_by_its_line(tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(b"x" * 99 if damage == "broken" else picture(16, 16))
+    (prompt,) = load(write(tmp_path / "p.jsonl", {"prompt": "<image>", "images": ["a.png"]}))
+    if damage == "changed":
+        file.write_bytes(picture(32, 32))
+    elif damage == "gone":
+        file.unlink()
+    complaint = {"broken": "cannot be read", "changed": "when the run began", "gone": "No such file"}[damage]
+    with pytest.raises(ConfigError, match=rf"p\.jsonl, line 1: .*{complaint}"):
+        encoder(tmp_path / "model").encode(prompt)
+
+
+def test_the_probe_leaves_out_the_tokens_of_images(tmp_path: Path, make_settings: Callable[..., RunSettings]) -> None:
+    (tmp_path / "a.png").write_bytes(picture(36, 20))
+    path = write(tmp_path / "p.jsonl", {"prompt": "see <image>", "images": ["a.png"]})
+    prompts = PromptSequence(load(path), PromptRenderer(encoder(tmp_path / "model"), 64), seed=0, shuffle=False)
+    probe = make_probe(make_settings(), prompts, TOKENS)
+    ids = np.frombuffer(probe.token_ids.data, "<i4").tolist()
+    assert START in ids
+    assert PAD not in ids
+
+
+def test_a_run_of_text_looks_for_no_image_processor(tmp_path: Path, make_settings: Callable[..., RunSettings]) -> None:
+    write_tokenizer(tmp_path)
+    assert PromptEncoder.of(make_settings(), ChatTokenizer(tmp_path)).visual_tokens is None
+
+
+def test_episodes_show_no_images(make_settings: Callable[..., RunSettings]) -> None:
+    with pytest.raises(ValidationError, match=r"data\.images_field: prompts of an environment's episodes are text"):
+        make_settings(environment={"address": "h:1"}, data={"train": "t.jsonl", "images_field": "images"})
+
+
+def test_images_are_a_column_of_their_bytes() -> None:
+    files = [b"\x89PNG", b""]
+    column = np.frombuffer(trajectory_pb2.Images(files=files).SerializeToString(), np.uint8)
+    assert list(trajectory_pb2.Images.FromString(column.tobytes()).files) == files
+    assert trajectory_pb2.Images().ByteSize() == 0
