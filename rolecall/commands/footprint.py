@@ -36,7 +36,7 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     yield (f"memory (estimates without activations): actor {in_bytes(acting)} per rank x {settings.actor.num_ranks}")
     yield from _moments(settings.actor, settings.actor.optimizer, actor)
     yield from _gathered(settings, weights)
-    if actor.frozen:
+    if settings.actor.lora is not None:
         yield (
             f"  adapters: {actor.trained / 1e6:,.2f}M parameters are trained, published and kept; the base stays as "
             "it is"
@@ -46,7 +46,7 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         valuing = _trained_per_rank(settings, settings.critic, critic)
         yield f"  critic {in_bytes(valuing)} per rank x {settings.critic.num_ranks}"
         yield from _moments(settings.critic, settings.actor.optimizer, critic)
-        if critic.frozen:
+        if settings.critic.lora is not None:
             yield (
                 f"    its adapters: {critic.trained / 1e6:,.2f}M parameters and the value head are trained and kept; "
                 "the base stays as it is"
@@ -71,7 +71,7 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         )
     if settings.takes_shifts and rollout.devices:
         yield from _shifts(plan_shifts(settings, facts, gpu_memory_bytes()))
-    elif rollout.devices and not actor.frozen:
+    elif rollout.devices and settings.actor.lora is None:
         left = (
             ""
             if cache
@@ -144,18 +144,23 @@ def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     if settings.run.num_steps == 0:
         return  # no checkpoint is made
     storage = open_storage(settings.run.checkpoints)
-    kept_parameters = actor_parameters(settings, facts).trained + critic_parameters(settings, facts).trained
-    needed = kept_parameters * CHECKPOINT_BYTES_PER_PARAMETER
+    size = 4 if settings.model.dtype == "float32" else 2
+    kept = [(actor_parameters(settings, facts), settings.actor.lora)]
+    kept += [(critic_parameters(settings, facts), settings.critic.lora)] if settings.critic is not None else []
+    needed = sum(
+        counts.trained * CHECKPOINT_BYTES_PER_PARAMETER + (counts.frozen * size if lora is None else 0)
+        for counts, lora in kept
+    )
     if not isinstance(storage, DiskStorage):
         yield f"checkpoints (estimate): {in_bytes(needed)} each in {storage.url}"
         return
     folder = Path(storage.url)
     parent = next(folder for folder in [folder, *folder.parents] if folder.exists())
     free = shutil.disk_usage(parent).free
-    kept = settings.run.keep_checkpoints
+    num_kept = settings.run.keep_checkpoints
     yield (
-        f"disk (estimate): a checkpoint {in_bytes(needed)}, {kept} kept and one being written "
-        f"{in_bytes((kept + 1) * needed)}; {in_bytes(free)} free"
+        f"disk (estimate): a checkpoint {in_bytes(needed)}, {num_kept} kept and one being written "
+        f"{in_bytes((num_kept + 1) * needed)}; {in_bytes(free)} free"
     )
     if needed > free:
         raise ConfigError(

@@ -123,16 +123,16 @@ class _Distinct:
         """(feature_T, position_3T) of one sequence, as PlacedImages has them."""
         feature_T = np.full(len(token_ids_T), -1, np.int64)
         position_3T = np.tile(np.arange(len(token_ids_T)), (3, 1))
-        placeholders = np.flatnonzero(token_ids_T == self._reader.tokens.token_id)
-        files = Images.FromString(column.tobytes()).files if placeholders.size else ()
+        places = np.flatnonzero(token_ids_T == self._reader.tokens.token_id)
+        files = Images.FromString(column.tobytes()).files if places.size else ()
+        runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
         for number, file in enumerate(files, 1):
             image, first = self._find(file)
             rows, columns = self._size(image)
-            num = rows * columns
-            run, placeholders = placeholders[:num], placeholders[num:]
-            if len(run) < num or run[-1] - run[0] != num - 1:
+            num, run = rows * columns, runs[number - 1] if number <= len(runs) else places[:0]
+            if len(run) != num:
                 raise InvalidInputError(
-                    f"image {number} of {len(files)} has {num} features, and its tokens are not as many in a row; the "
+                    f"image {number} of {len(files)} has {num} features and {len(run)} tokens that show it; the "
                     "sampler and the trainers must have the same files of the image processor beside the model"
                 )
             start, end = int(run[0]), int(run[-1]) + 1

@@ -74,6 +74,7 @@ def start_store_context(
         torch_compile=actor.torch_compile,
         routers=moe is not None,
         router_replay=router_replay,
+        freeze_vision_tower=settings.freezes_vision_tower,
         deterministic=settings.run.deterministic,
         seed=settings.run.seed,
     )
