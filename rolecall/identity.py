@@ -23,7 +23,15 @@ from rolecall.settings import LoraSection, PluginSection, RunSettings, SftSettin
 FILE = "identity.json"
 """File in run.dir."""
 _NUM_PARTS, _PART_BYTES = 64, 64 * 2**10
-_MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "*.safetensors")
+_MODEL_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "*.safetensors",
+)
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
@@ -70,6 +78,12 @@ _OF_BOTH = (
 FIXED = (
     Fixed("run.name", "the store's keys carry it", lambda settings: settings.run.name),
     *_OF_BOTH,
+    Fixed(
+        "model.freeze_vision_tower",
+        "the checkpoints hold the state of what is trained",
+        lambda settings: settings.model.freeze_vision_tower,
+    ),
+    Fixed("data.images_field", "it says what the prompts are", lambda settings: settings.data.images_field),
     Fixed("data.ground_truth_field", "it says what the prompts are", lambda settings: settings.data.ground_truth_field),
     Fixed(
         "sampling.num_responses", "groups in flight have that many", lambda settings: settings.sampling.num_responses

@@ -21,6 +21,7 @@ from rolecall.commands.preflight import NOTE, preflight
 from rolecall.data.adapter_files import check_start
 from rolecall.data.dataset import RawPrompt, load_prompts
 from rolecall.data.engine_limits import check_engine
+from rolecall.data.image_limits import check_images
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.megatron_limits import check_megatron, require_installed
 from rolecall.data.mixture import read_mixture
@@ -224,6 +225,7 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     also = settings.sampling.stop_token_ids
     check_trainable(path)
     _check_layout(settings, settings.actor, path, "model.path")
+    yield from check_images(settings, facts)
     if has_recurrent_layers(text_config(path)):
         yield (
             "recurrent layers: each sequence goes through them by itself, a prompt once for each response, and the "

@@ -10,7 +10,8 @@ from pathlib import Path
 from rolecall.checkpoint.storage import DiskStorage, open_storage
 from rolecall.commands.capacity import in_bytes
 from rolecall.data.dataset import RawPrompt
-from rolecall.data.model_files import ModelFacts
+from rolecall.data.images.tokens import require_visual_tokens
+from rolecall.data.model_files import ModelFacts, sees_images
 from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_parameters
 from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts, received_bytes
 from rolecall.errors import ConfigError
@@ -23,6 +24,8 @@ MOMENT_BYTES_PER_PARAMETER = 8
 """Two float32 moments; muon has one of a matrix."""
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """float32 master weight and two moments."""
+CHANNELS_OF_FRAMES = 6
+"""Numbers of an image's pixel: three colours, in each of the two frames that a vision tower sees of it."""
 CHARS_PER_TOKEN = 4
 """About as many as a token of English or of code has."""
 
@@ -36,7 +39,7 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     yield (f"memory (estimates without activations): actor {in_bytes(acting)} per rank x {settings.actor.num_ranks}")
     yield from _moments(settings.actor, settings.actor.optimizer, actor)
     yield from _gathered(settings, weights)
-    if actor.frozen:
+    if settings.actor.lora is not None:
         yield (
             f"  adapters: {actor.trained / 1e6:,.2f}M parameters are trained, published and kept; the base stays as "
             "it is"
@@ -46,11 +49,13 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         valuing = _trained_per_rank(settings, settings.critic, critic)
         yield f"  critic {in_bytes(valuing)} per rank x {settings.critic.num_ranks}"
         yield from _moments(settings.critic, settings.actor.optimizer, critic)
-        if critic.frozen:
+        if settings.critic.lora is not None:
             yield (
                 f"    its adapters: {critic.trained / 1e6:,.2f}M parameters and the value head are trained and kept; "
                 "the base stays as it is"
             )
+    if settings.data.images_field is not None and sees_images(settings.model.path):
+        yield _pixels(settings, size)
     for name, section in settings.references.items():
         parts = section.num_shards if settings.actor.backend == "fsdp" else _num_parts(section)
         held = reference_parameters(settings, name, facts).frozen * size
@@ -71,7 +76,7 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         )
     if settings.takes_shifts and rollout.devices:
         yield from _shifts(plan_shifts(settings, facts, gpu_memory_bytes()))
-    elif rollout.devices and not actor.frozen:
+    elif rollout.devices and settings.actor.lora is None:
         left = (
             ""
             if cache
@@ -82,6 +87,17 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             f"arrives and in place, beside three buckets{left}"
         )
     yield from _disk(settings, facts)
+
+
+def _pixels(settings: RunSettings, size: int) -> str:
+    """The line on what waits of images until they are computed."""
+    tokens = require_visual_tokens(settings.model.path)
+    per_token = CHANNELS_OF_FRAMES * (tokens.patch_size * tokens.merge_size) ** 2 * size
+    most = settings.algorithm.groups_per_batch * settings.data.max_prompt_tokens * per_token
+    return (
+        f"  pixels of a batch's images: up to {in_bytes(most / settings.actor.num_ranks)} of host memory at each rank "
+        f"of the actor, {per_token:,} bytes for each token of an image"
+    )
 
 
 def _gathered(settings: RunSettings, weights: float) -> Iterator[str]:
@@ -144,18 +160,23 @@ def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     if settings.run.num_steps == 0:
         return  # no checkpoint is made
     storage = open_storage(settings.run.checkpoints)
-    kept_parameters = actor_parameters(settings, facts).trained + critic_parameters(settings, facts).trained
-    needed = kept_parameters * CHECKPOINT_BYTES_PER_PARAMETER
+    size = 4 if settings.model.dtype == "float32" else 2
+    kept = [(actor_parameters(settings, facts), settings.actor.lora)]
+    kept += [(critic_parameters(settings, facts), settings.critic.lora)] if settings.critic is not None else []
+    needed = sum(
+        counts.trained * CHECKPOINT_BYTES_PER_PARAMETER + (counts.frozen * size if lora is None else 0)
+        for counts, lora in kept
+    )
     if not isinstance(storage, DiskStorage):
         yield f"checkpoints (estimate): {in_bytes(needed)} each in {storage.url}"
         return
     folder = Path(storage.url)
     parent = next(folder for folder in [folder, *folder.parents] if folder.exists())
     free = shutil.disk_usage(parent).free
-    kept = settings.run.keep_checkpoints
+    num_kept = settings.run.keep_checkpoints
     yield (
-        f"disk (estimate): a checkpoint {in_bytes(needed)}, {kept} kept and one being written "
-        f"{in_bytes((kept + 1) * needed)}; {in_bytes(free)} free"
+        f"disk (estimate): a checkpoint {in_bytes(needed)}, {num_kept} kept and one being written "
+        f"{in_bytes((num_kept + 1) * needed)}; {in_bytes(free)} free"
     )
     if needed > free:
         raise ConfigError(

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from rolecall.data.images.tokens import FAMILIES
 from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError
 from rolecall.settings import LayoutSection, LoraSection
@@ -35,10 +36,21 @@ _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 """Values of model_type whose language model can be saved, and trained, alone."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which architectures keep the number of experts of a layer."""
-_ALL_FULL_ATTENTION = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_ALL_FULL_ATTENTION = (
+    "llama",
+    "qwen2",
+    "qwen2_5_vl",
+    "qwen2_5_vl_text",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_vl_text",
+)
 """Values of model_type whose every layer attends to all tokens before, unless use_sliding_window says otherwise."""
 _EXPERTS = ".experts."
 """Part of the name of every tensor of a mixture's experts, which get no adapters."""
+_TOWER = re.compile(r"(model\.)?visual\.")
+"""Beginning of the names of a vision tower's tensors, which get no adapters."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 """Ends of the names under which checkpoints keep their input embeddings."""
 
@@ -51,6 +63,8 @@ class ModelFacts:
     num_parameters: int
     largest_layer: int
     """Parameters of the largest layer, all experts included."""
+    num_tower_parameters: int = 0
+    """Parameters of the vision tower of a model of text and images."""
 
 
 def read_model(path: Path, setting: str = "model.path") -> ModelFacts:
@@ -67,6 +81,7 @@ def read_model(path: Path, setting: str = "model.path") -> ModelFacts:
         architecture=", ".join(config.get("architectures") or ["an unnamed architecture"]),
         num_parameters=sum(sizes.values()),
         largest_layer=max(layers.values(), default=0),
+        num_tower_parameters=sum(size for name, size in sizes.items() if _TOWER.match(name)),
     )
 
 
@@ -224,7 +239,7 @@ def num_adapter_parameters(path: Path, section: LoraSection, setting: str = "act
     matrices = {
         name: shape
         for name, shape in _shapes(path, f"{setting}: the model").items()
-        if len(shape) == 2 and _EXPERTS not in name
+        if len(shape) == 2 and _EXPERTS not in name and not _TOWER.match(name)
     }
     own = {name.removesuffix(".weight").rpartition(".")[2] for name in matrices}
     unknown = sorted(set(modules) - own)
@@ -257,6 +272,11 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
             f"{where} is a model of text and images; train its language model alone, which transformers saves: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., save_original_format=False), with the "
             "tokenizer beside it"
+        )
+    if config.get("vision_config") and kind not in FAMILIES:
+        raise ConfigError(
+            f"{where} is a model of text and images of model_type {kind!r}, and only {' and '.join(FAMILIES)} are "
+            "trained whole; use one of these, or a model of text"
         )
     quantization = config.get("quantization_config")
     if quantization is not None:
@@ -297,6 +317,11 @@ def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.pa
     """ConfigError when the model cannot be shared over ranks as `parallel` says."""
     text = _text(_json(path / "config.json", setting))
     tensor, sequence = parallel.tensor, parallel.sequence
+    if sees_images(path, setting) and (tensor > 1 or sequence > 1):
+        raise ConfigError(
+            f"{setting} {path} is a model of text and images, whose matrices and sequences ranks do not share: set "
+            "parallel.tensor and parallel.sequence to 1, and raise num_ranks"
+        )
     if has_recurrent_layers(text) and (tensor > 1 or sequence > 1):
         raise ConfigError(
             f"{setting} {path} has recurrent layers, which ranks do not share: set parallel.tensor and "
@@ -333,6 +358,11 @@ def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.pa
             f"key heads{after}; "
             "choose a divisor of the query heads that divides the key heads or is a multiple of them"
         )
+
+
+def sees_images(path: Path, setting: str = "model.path") -> bool:
+    """Whether the model at `path` is one of text and images that is trained whole."""
+    return _json(path / "config.json", setting).get("model_type") in FAMILIES
 
 
 def num_experts(text: dict[str, Any]) -> int:

@@ -18,12 +18,14 @@ class ParameterCounts:
     trained: int
     """Parameters in float32, with gradients and moments. A value head beside adapters, some thousands, is left out."""
     frozen: int
-    """Parameters of a base beneath adapters or of a reference, in model.dtype; 0: every parameter is trained."""
+    """Parameters of a base beneath adapters, of a vision tower that stays as it is or of a reference, in model.dtype;
+    0: every parameter is trained.
+    """
 
 
 def actor_parameters(settings: RunSettings, facts: ModelFacts) -> ParameterCounts:
     """Counts the actor's, whose model `facts` tell of. ConfigError names a module of its adapters that it lacks."""
-    return _counts(facts, settings.model.path, settings.actor.lora, "actor.lora")
+    return _counts(settings, facts, settings.model.path, settings.actor.lora, "actor.lora")
 
 
 def critic_parameters(settings: RunSettings, facts: ModelFacts) -> ParameterCounts:
@@ -35,7 +37,7 @@ def critic_parameters(settings: RunSettings, facts: ModelFacts) -> ParameterCoun
         return ParameterCounts(0, 0)
     if critic.path is not None:
         facts = read_model(critic.path, "critic.path")
-    return _counts(facts, critic.path or settings.model.path, critic.lora, "critic.lora")
+    return _counts(settings, facts, critic.path or settings.model.path, critic.lora, "critic.lora")
 
 
 def reference_parameters(settings: RunSettings, name: str, facts: ModelFacts) -> ParameterCounts:
@@ -48,7 +50,10 @@ def reference_parameters(settings: RunSettings, name: str, facts: ModelFacts) ->
     return ParameterCounts(0, facts.num_parameters)
 
 
-def _counts(facts: ModelFacts, path: Path, lora: LoraSection | None, setting: str) -> ParameterCounts:
+def _counts(
+    settings: RunSettings, facts: ModelFacts, path: Path, lora: LoraSection | None, setting: str
+) -> ParameterCounts:
     if lora is None:
-        return ParameterCounts(facts.num_parameters, 0)
+        frozen = facts.num_tower_parameters if settings.freezes_vision_tower else 0
+        return ParameterCounts(facts.num_parameters - frozen, frozen)
     return ParameterCounts(num_adapter_parameters(path, lora, setting), facts.num_parameters)

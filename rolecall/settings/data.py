@@ -103,6 +103,10 @@ class ModelSection(Section):
     products of bfloat16 weights and hidden states are not rounded, by up to 0.06 on logits from 16 on, at the price of
     computing them again in the backward pass.
     """
+    freeze_vision_tower: bool = False
+    """Leave the part that reads images of a model of text and images as it is, in the actor and in the critic; a run
+    without data.images_field does so in any case. Its features then cost a forward pass alone, and it takes no moments.
+    """
     chat_template: ConfigPath | None = None
     """File of a Jinja chat template by which prompts are rendered, in place of all that the tokenizer has. Checkpoints
     and exports hold it in their place. Absent: the tokenizer's.

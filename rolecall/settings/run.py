@@ -129,6 +129,11 @@ class RunSettings(Section):
         return {name: setting for name, setting in asked.items() if name in held}
 
     @property
+    def freezes_vision_tower(self) -> bool:
+        """Whether a vision tower stays as it is: it learns nothing from prompts of text."""
+        return self.model.freeze_vision_tower or self.data.images_field is None
+
+    @property
     def takes_shifts(self) -> bool:
         """Whether rollouts sleep while the trainers work, and the trainers wait in host memory while they sample."""
         return bool(self.rollout.sleep_mode)

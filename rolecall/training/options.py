@@ -51,6 +51,8 @@ class EngineOptions:
     it would have to hold (TokenOutputs.routed_experts_NW); one of the base without its adapters does neither.
     ConfigError when the model has no routers, or they cannot be told what to choose.
     """
+    freeze_vision_tower: bool = False
+    """Leave the vision tower as it is, in `dtype`, where the model has one."""
     deterministic: bool = False
     """Take only kernels that compute the same bits from the same numbers."""
     seed: int = 0

@@ -1,6 +1,13 @@
 """The values that the reward model derives from its settings, and what of its files can be seen without loading it."""
 
-from rolecall.data.model_files import check_parallel, check_tokenizer, check_trainable, max_model_tokens, tensor_names
+from rolecall.data.model_files import (
+    check_parallel,
+    check_tokenizer,
+    check_trainable,
+    max_model_tokens,
+    sees_images,
+    tensor_names,
+)
 from rolecall.errors import ConfigError
 from rolecall.reward import Field, Range, description
 from rolecall.settings import RewardModelSettings
@@ -16,6 +23,10 @@ def check_files(settings: RewardModelSettings, num_ids: int) -> None:
     """ConfigError when the model directory cannot be served. `num_ids` are its tokenizer's."""
     path = settings.path
     check_trainable(path, "path")
+    if sees_images(path, "path"):
+        raise ConfigError(
+            f"path {path} is a model of text and images, and a reward model reads text alone; use a model of text"
+        )
     check_parallel(path, settings.parallel, "path")
     check_tokenizer(path, num_ids, "path")
     if not set(HEADS) & tensor_names(path, "path"):

@@ -8,7 +8,7 @@ apart, in peft's own format, under `adapter/`; a critic's are not, for that form
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -69,8 +69,9 @@ def export(
                 f"{directory} is not the model that the adapters in {storage.url} were trained beside; name that "
                 "one as the base"
             )
-        replaced = build_model(source, saved.head, torch.float32).replaced_head
-        num_bytes = written(_merged(saved, base_files, section, wanted, without=replaced))
+        model = build_model(source, saved.head, torch.float32)
+        names = lora.parameter_names(model.hf, Conversion(model.hf))
+        num_bytes = written(_merged(saved, base_files, section, wanted, names, without=model.replaced_head))
         if saved.head == "value":
             return num_bytes
         adapter = ((lora.peft_name(name), saved.tensor(name)) for name in saved)
@@ -83,7 +84,7 @@ def _describe(config: Path, dtype: str) -> None:
     """
     tree = json.loads(config.read_text(encoding="utf-8"))
     tree.pop("auto_map", None)
-    for part in (tree, tree.get("text_config")):
+    for part in (tree, tree.get("text_config"), tree.get("vision_config")):
         if part is not None:
             part.pop("torch_dtype", None)
             part["dtype"] = dtype
@@ -96,17 +97,23 @@ def _whole(saved: SavedModel, conversion: Conversion, dtype: torch.dtype) -> Ite
 
 
 def _merged(
-    saved: SavedModel, base: ModelFiles, section: LoraSection, dtype: torch.dtype, *, without: str
+    saved: SavedModel,
+    base: ModelFiles,
+    section: LoraSection,
+    dtype: torch.dtype,
+    names: Mapping[str, str],
+    *,
+    without: str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The base's tensors with their adapters, but for the output layer `without` that a value head took the place of;
-    then the value head, which was trained whole.
+    then the value head, which was trained whole. `names` as of lora.parameter_names.
     """
     heads = [name for name in saved if not lora.is_adapter(name)]
     for name in base:
         if name in heads or (without and name.startswith(f"{without}.")):
             continue
         tensor = base.tensor(name).to(dtype)
-        down, up = lora.adapter_names(name)
+        down, up = lora.adapter_names(names.get(name, name))
         yield (
             name,
             lora.merged(tensor, saved.tensor(down), saved.tensor(up), section) if down in saved else tensor,

@@ -119,7 +119,7 @@ class FsdpEngine:
         if options.lora is not None:
             add_adapters(self._model, options.lora, options.lora_setting)
             base = ModelFiles(options.path)
-            check_names(self._model.hf, base, options.lora_setting)
+            check_names(self._model.hf, base, self._conversion, options.lora_setting)
             self._base = base_digest(base, options.lora)
         if not trained:
             self._model.requires_grad_(False)
@@ -422,7 +422,7 @@ class FsdpEngine:
     def _parts(self) -> dict[str, checkpoint.Part]:
         tensors = {} if self._optimizer is None else self._optimizer.tensors()
         for name, parameter in self._model.hf.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad or self._options.lora is None:  # a frozen tower is part of an exported model
                 tensors[checkpoint.PARAMETER + name] = parameter
         return {key: self.layout.part(tensor) for key, tensor in tensors.items()}
 
@@ -455,6 +455,8 @@ def _build(options: EngineOptions) -> PackedModel:
         check_start(options.lora, options.path, options.lora_setting)
     trains = options.optimizer is not None and options.lora is None
     model = build_model(options.path, options.head, torch.float32 if trains else DTYPES[options.dtype])
+    if model.vision is not None and options.freeze_vision_tower:
+        model.vision.module.to(DTYPES[options.dtype]).requires_grad_(False)
     if isinstance(model, PolicyModel):
         model.float32_logits = options.float32_logits
     return model

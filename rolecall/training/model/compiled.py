@@ -18,15 +18,17 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 
-from rolecall.training.model.packed_model import PackedModel, layers
+from rolecall.training.model.packed_model import PackedModel, language_layers
 
 MAX_COMPILERS = 8
 """Most processes of one rank that compile kernels beside each other."""
 
 
 def compile_layers(model: PackedModel) -> None:
-    """Has each layer's forward compiled at its first call, inside FSDP's hooks and inside what recomputes a layer."""
-    for layer in layers(model):
+    """Has each layer's forward compiled at its first call, inside FSDP's hooks and inside what recomputes a layer. A
+    vision tower's stay as they are.
+    """
+    for layer in language_layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 

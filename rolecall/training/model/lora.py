@@ -25,9 +25,10 @@ from rolecall.data.adapter_files import ADAPTER
 from rolecall.disk import writing
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection
+from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.files import write_tensors, write_text
 from rolecall.training.model.huggingface import ModelFiles
-from rolecall.training.model.packed_model import PackedModel, ValueModel
+from rolecall.training.model.packed_model import PackedModel, ValueModel, language_layers
 from rolecall.training.ranks.device import torch_seed
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def add_adapters(model: PackedModel, section: LoraSection, setting: str) -> None
     """
     from peft import inject_adapter_in_model
 
-    config = _peft_config(section, _targets(model.hf, section, setting))
+    config = _peft_config(section, _targets(model, section, setting))
     inject_adapter_in_model(config, model.hf, low_cpu_mem_usage=True)
     head = set(model.head.parameters()) if isinstance(model, ValueModel) else set()
     for name, parameter in model.hf.named_parameters():
@@ -116,18 +117,30 @@ def base_digest(files: ModelFiles, section: LoraSection) -> str:
     return state.hexdigest()
 
 
-def check_names(hf: PreTrainedModel, files: ModelFiles, setting: str) -> None:
-    """ConfigError when a matrix that has an adapter in `hf` has another name in the model directory: a sampler and a
-    merge look for its adapter by that name. `setting` is the adapters' section's.
+def check_names(hf: PreTrainedModel, files: ModelFiles, conversion: Conversion, setting: str) -> None:
+    """ConfigError when a matrix that has an adapter in `hf` is no tensor in the model directory, by its name or by what
+    transformers renames that to: a merge looks for it there. `setting` is the adapters' section's.
     """
     matrices = [name.replace(_DOWN, ".weight") for name, _ in hf.named_parameters() if name.endswith(_DOWN)]
-    renamed = [name for name in matrices if name not in files]
+    held = {name for stored, name in parameter_names(hf, conversion).items() if stored in files}
+    renamed = [name for name in matrices if name not in files and name not in held]
     if renamed:
         raise ConfigError(
             f"{setting}.target_modules: {files.path} has no tensor {renamed[0]!r}, as {type(hf).__name__} calls it "
             f"({len(renamed)} of {len(matrices)} matrices), so that its adapter would not be found there; name modules "
             "whose tensors are called alike in both"
         )
+
+
+def parameter_names(hf: PreTrainedModel, conversion: Conversion) -> dict[str, str]:
+    """The parameters of `hf`, without adapters, by their names in a model directory; those that are a tensor each."""
+    names = {}
+    for own_name, parameter in hf.named_parameters():
+        name = checkpoint_name(own_name)
+        stored = list(conversion.to_checkpoint(name, torch.empty(parameter.shape, device="meta")))
+        if len(stored) == 1 and not is_adapter(name):
+            names[stored[0]] = name
+    return names
 
 
 def write_adapter(
@@ -167,19 +180,16 @@ def _peft_config(section: LoraSection, modules: list[str]) -> "LoraConfig":
     )
 
 
-def _targets(hf: PreTrainedModel, section: LoraSection, setting: str) -> list[str]:
-    """Full names of the linear modules inside transformer blocks that `section` names."""
-    blocks = set(hf._no_split_modules or ())
-    roots = [f"{name}." for name, module in hf.named_modules() if type(module).__name__ in blocks]
-    linear = [
-        name for name, module in hf.named_modules() if type(module) is nn.Linear and name.startswith(tuple(roots))
-    ]
+def _targets(model: PackedModel, section: LoraSection, setting: str) -> list[str]:
+    """Full names of the linear modules inside transformer blocks that `section` names; a vision tower has none."""
+    inside = {module for layer in language_layers(model) for module in layer.modules()}
+    linear = [name for name, module in model.hf.named_modules() if type(module) is nn.Linear and module in inside]
     last = {name.rpartition(".")[2] for name in linear}
     unknown = sorted(set(section.target_modules) - last)
     if unknown:
         raise ConfigError(
             f"{setting}.target_modules: no {unknown} among the linear modules in the blocks of "
-            f"{type(hf).__name__}, which are {sorted(last)}; "
+            f"{type(model.hf).__name__}, which are {sorted(last)}; "
             "name some of these"
         )
     return [name for name in linear if name.rpartition(".")[2] in section.target_modules]

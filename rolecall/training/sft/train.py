@@ -98,6 +98,7 @@ class SftRank:
             activation_offload=actor.activation_offload,
             torch_compile=actor.torch_compile,
             routers=actor.moe is not None,
+            freeze_vision_tower=True,  # examples are text
             seed=run.seed,
         )
         self._context = start_context(options, actor, actor, run.dir, start_timeout_s, ProcessHooks("sft", lost=lost))

@@ -74,13 +74,14 @@ def start_store_context(
         torch_compile=actor.torch_compile,
         routers=moe is not None,
         router_replay=router_replay,
+        freeze_vision_tower=settings.freezes_vision_tower,
         deterministic=settings.run.deterministic,
         seed=settings.run.seed,
     )
     context = start_context(options, section, actor, settings.run.dir, settings.controller.start_timeout_s, hooks)
     rows = Rows(connection, settings.run.name, settings.store.num_shards)
     shows_images = settings.data.images_field is not None
-    images = ImageReader(path, hooks.progressed) if shows_images else None
+    images = ImageReader(path, DTYPES[options.dtype], hooks.progressed) if shows_images else None
     return StoreRankContext(**vars(context), rows=rows, images=images)
 
 

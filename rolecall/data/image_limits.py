@@ -1,0 +1,56 @@
+"""The limits of models of text and images in a run, beside those of their layouts (model_files.check_parallel): which
+of its models see what prompts show. No torch.
+"""
+
+from collections.abc import Iterator
+
+from rolecall.data.images.tokens import FAMILIES, read_visual_tokens
+from rolecall.data.model_files import ModelFacts, sees_images
+from rolecall.errors import ConfigError
+from rolecall.settings import CriticSection, ReferenceSection, RunSettings
+
+
+def check_images(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
+    """Yields a line on the vision tower of the run's model, which `facts` tell of, where it has one. ConfigError where
+    a setting asks for what a model has not.
+    """
+    path, freeze = settings.model.path, settings.model.freeze_vision_tower
+    if freeze and not sees_images(path):
+        raise ConfigError(f"model.freeze_vision_tower: model.path {path} has no vision tower; leave it out")
+    if settings.data.images_field is not None:
+        _check_others(settings)
+    if not sees_images(path):
+        return
+    why = "as adapters are of the language model alone" if settings.actor.lora is not None else "as it is asked to"
+    if settings.data.images_field is None:
+        why = "as prompts show no images (data.images_field)"
+    stays = settings.freezes_vision_tower or settings.actor.lora is not None
+    yield (
+        f"vision tower: {facts.num_tower_parameters / 1e6:,.2f}M of these parameters, "
+        + (f"which stay as they are, {why}" if stays else "trained with the rest (model.freeze_vision_tower)")
+    )
+
+
+def _check_others(settings: RunSettings) -> None:
+    """The critic and the references take the same tokens for images as the policy."""
+    sections: dict[str, ReferenceSection | CriticSection] = {
+        f"references.{name}": section for name, section in settings.references.items()
+    }
+    if settings.critic is not None:
+        sections["critic"] = settings.critic
+    own = read_visual_tokens(settings.model.path)
+    for name, section in sections.items():
+        setting, path = f"{name}.path", section.path
+        if path is None:
+            continue
+        tokens = read_visual_tokens(path, setting)
+        if tokens is None:
+            raise ConfigError(
+                f"{setting} {path} is no model that sees images, which data.images_field gives to prompts; name one "
+                f"({', '.join(FAMILIES)}), or leave it out: model.path takes its place"
+            )
+        if tokens != own:
+            raise ConfigError(
+                f"{setting} {path} takes other tokens for an image than model.path: {tokens}, not {own}; name a model "
+                "of the same family and image processor"
+            )

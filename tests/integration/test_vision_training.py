@@ -1,0 +1,244 @@
+"""Models of text and images in the FSDP engine, against plain transformers that computes one sequence at a time."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from rolecall.settings import LoraSection
+from rolecall.training.engine import TokenOutputs, ValueOutputs
+from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.objective.objectives import SftObjective, ValueObjective
+from rolecall.training.packing.pack import Row, local_counts, unpack
+from tests import forks
+from tests.checkpoint_rig import exported, load, save
+from tests.integration.fsdp_oracle import assert_same_weights
+from tests.integration.fsdp_ranks import make_engine, weights_of
+from tests.integration.vision_ranks import SECTION, train_on_rank
+from tests.tiny_models import VisionFamily, write_vision
+from tests.vision_rig import (
+    OTHER_WIDE,
+    SHOWS,
+    WIDE,
+    make_row,
+    make_rows,
+    oracle_gradients,
+    oracle_logprobs,
+    oracle_model,
+    packed,
+)
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+FAMILIES: tuple[VisionFamily, ...] = get_args(VisionFamily)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: write_vision(root / family, family) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_logprobs_and_gradients_agree_with_transformers_one_sequence_at_a_time(
+    paths: dict[str, Path], family: str
+) -> None:
+    rows, path = make_rows(), paths[family]
+    engine = make_engine(path, optimizer=SECTION)
+    microbatch = packed(path, rows, ("loss_mask",))
+    assert microbatch.prefixes is not None
+    assert microbatch.shown is not None
+    assert len(microbatch.shown.grids_I3) == 4  # each image once, however many rows show it
+    (outputs,) = engine.forward([microbatch])
+    assert isinstance(outputs, TokenOutputs)
+    model = oracle_model(path)
+    with torch.no_grad():
+        for ours, row in zip(unpack(outputs.logprobs_N, microbatch.lengths), rows, strict=True):
+            np.testing.assert_allclose(ours, oracle_logprobs(model, path, row), atol=1e-5)
+    engine.forward_backward([microbatch], SftObjective(local_counts(rows)))
+    expected = oracle_gradients(path, rows)
+    found = {name: parameter.grad for name, parameter in engine._model.hf.named_parameters()}
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert gradient is not None
+        np.testing.assert_allclose(gradient, expected[name], atol=2e-5 * np.abs(expected[name]).max() + 1e-8)
+    assert engine.flops_done > engine.flops.forward.total(microbatch.lengths, microbatch.num_scored)
+
+
+def test_two_images_of_one_size_under_the_same_tokens_are_computed_apart(paths: dict[str, Path]) -> None:
+    rows = [make_row([WIDE], [80, 81]), make_row([OTHER_WIDE], [80, 81])]
+    apart = packed(paths["qwen3_vl"], rows)
+    alike = packed(paths["qwen3_vl"], [rows[0], rows[0]])
+    assert np.array_equal(rows[0]["token_ids"], rows[1]["token_ids"])
+    assert alike.prefixes is not None
+    assert alike.prefixes.num_saved == len(rows[0]["token_ids"])
+    assert apart.prefixes is not None
+    assert apart.prefixes.num_saved == list(rows[0]["token_ids"]).index(SHOWS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_placeholder_that_was_sampled_is_a_token_like_any_other(paths: dict[str, Path], family: str) -> None:
+    path = paths[family]
+    row = make_row([WIDE], [80, SHOWS, SHOWS, 81, 82])
+    model = oracle_model(path)
+    other = 200
+    with torch.no_grad():  # transformers would look for an image, so another id gets its embedding
+        embeddings = model.get_input_embeddings().weight
+        embeddings[other] = embeddings[SHOWS]
+        sampled = (row["token_ids"] == SHOWS) & (row["response_mask"] != 0)
+        expected = oracle_logprobs(model, path, {**row, "token_ids": np.where(sampled, other, row["token_ids"])})
+    (outputs,) = make_engine(path).forward([packed(path, [row])])
+    assert isinstance(outputs, TokenOutputs)
+    np.testing.assert_allclose(outputs.logprobs_N[~sampled], expected[~sampled], atol=1e-5)
+    assert float(outputs.logprobs_N[-1]) != 0
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "rtol", "atol"),
+    [
+        ("qwen2_5_vl", {}, 1e-5, 2e-5),
+        ("qwen3_vl", {"gradient_checkpointing": True}, 1e-5, 2e-5),
+        ("qwen3_vl", {"freeze_vision_tower": True, "activation_offload": True}, 1e-5, 2e-5),
+        ("qwen3_vl", {"freeze_vision_tower": True, "dtype": "bfloat16"}, 1e-2, 2e-2),
+    ],
+    ids=["windows", "checkpointing", "frozen", "frozen beside float32 masters"],
+)
+def test_two_ranks_train_like_one_also_where_a_rank_has_no_image_and_where_it_has_nothing(
+    paths: dict[str, Path], tmp_path: Path, family: str, options: dict[str, Any], rtol: float, atol: float
+) -> None:
+    """Row 4 shows no image."""
+    plans: list[list[list[list[int]]]] = [
+        [[[0, 1, 2, 3, 4, 5, 6]]],
+        [[[0, 1, 2], [3, 6, 5]], [[4], []]],
+    ]
+    found = []
+    for plan in plans:
+        out = tmp_path / str(len(plan))
+        out.mkdir()
+        job = {
+            "model": str(paths[family]),
+            "world_size": len(plan),
+            "plan": plan,
+            "out": str(out),
+            "rendezvous": str(out / "rendezvous"),
+            "options": options,
+        }
+        forks.run_ranks(out, len(plan), train_on_rank, job)
+        found.append(load_file(out / "weights.safetensors"))
+    one, two = found
+    torch.testing.assert_close(two.pop("norms"), one.pop("norms"), rtol=rtol, atol=0)
+    assert_same_weights(two, one, atol=atol)
+    before = load_file(paths[family] / "model.safetensors")
+    moved = {name for name in before if not torch.equal(before[name].to(one[name].dtype), one[name])}
+    tower = {name for name in before if "visual" in name}
+    assert moved == (before.keys() - tower if options.get("freeze_vision_tower") else before.keys())
+
+
+def train(engine: FsdpEngine, path: Path, *, num_steps: int) -> list[float]:
+    """Norms of the gradients of steps on all rows."""
+    rows, norms = make_rows(), []
+    for _ in range(num_steps):
+        engine.forward_backward([packed(path, rows, ("loss_mask",))], SftObjective(local_counts(rows)))
+        norms.append(engine.step().grad_norm)
+    return norms
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_published_under_the_directorys_own_names_and_tied_ones_once(tmp_path: Path, family: str) -> None:
+    path = write_vision(tmp_path, family, tied=True)  # type: ignore[arg-type]
+    assert_same_weights(weights_of(make_engine(path, optimizer=SECTION)), load_file(path / "model.safetensors"), atol=0)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_checkpoint_goes_on_and_is_exported_with_its_tower(
+    paths: dict[str, Path], tmp_path: Path, frozen: bool
+) -> None:
+    path = paths["qwen2_5_vl"]
+    engine = make_engine(path, optimizer=SECTION, freeze_vision_tower=frozen)
+    train(engine, path, num_steps=2)
+    save(engine, tmp_path / "checkpoint")
+    weights = weights_of(engine)
+    model = AutoModelForImageTextToText.from_pretrained(exported(tmp_path / "checkpoint"), dtype=torch.float32)
+    other = make_engine(path, optimizer=SECTION, freeze_vision_tower=frozen)
+    load(other, tmp_path / "checkpoint")
+    assert_same_weights(weights_of(other), weights, atol=0)
+    assert_same_weights(weights_of(make_engine(tmp_path / "checkpoint-model")), weights, atol=0)
+    assert train(other, path, num_steps=1) == train(engine, path, num_steps=1)
+    row = make_rows()[3]
+    (outputs,) = make_engine(tmp_path / "checkpoint-model").forward([packed(path, [row])])
+    assert isinstance(outputs, TokenOutputs)
+    with torch.no_grad():
+        np.testing.assert_allclose(outputs.logprobs_N, oracle_logprobs(model.eval(), path, row), atol=1e-5)
+
+
+def values_of(engine: FsdpEngine, path: Path, rows: list[Row]) -> torch.Tensor:
+    """Values of all of `rows`, computed together."""
+    (outputs,) = engine.forward([packed(path, rows)])
+    assert isinstance(outputs, ValueOutputs)
+    return outputs.values_N
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_reads_images_and_its_head_learns(tmp_path: Path, tied: bool) -> None:
+    path = write_vision(tmp_path / "model", "qwen3_vl", tied=tied)
+    rows: list[Row] = [
+        {**row, "returns": np.full(row["token_ids"].shape, 0.5, np.float32), "values": np.zeros(row["token_ids"].shape)}
+        for row in make_rows()
+    ]
+    engine = make_engine(path, head="value", optimizer=SECTION)
+    alone = [values_of(engine, path, [row]) for row in rows]
+    torch.testing.assert_close(values_of(engine, path, rows), torch.cat(alone), rtol=0, atol=1e-5)
+    assert not torch.equal(alone[0], alone[2])  # which shows another image
+    microbatch = packed(path, rows, ("loss_mask", "returns", "values"))
+    losses = []
+    for _ in range(3):
+        metrics = engine.forward_backward([microbatch], ValueObjective(None, local_counts(rows)))
+        engine.step()
+        losses.append(metrics.values()["critic/loss"])
+    assert losses[2] < losses[0]
+    save(engine, tmp_path / "checkpoint")
+    again = make_engine(exported(tmp_path / "checkpoint"), head="value")
+    torch.testing.assert_close(values_of(again, path, rows), values_of(engine, path, rows))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_the_language_model_are_those_of_peft_and_merge_into_the_directorys_names(
+    paths: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    path, section = paths[family], LoraSection(rank=4, alpha=12.0)
+    engine = make_engine(path, optimizer=SECTION, lora=section)
+    train(engine, path, num_steps=2)
+    adapter = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    assert not any("visual" in name for name in adapter)
+    save(engine, tmp_path / "checkpoint")
+    whole = exported(tmp_path / "checkpoint")
+    rows = make_rows()
+    (outputs,) = engine.forward([packed(path, rows)])
+    (merged,) = make_engine(whole).forward([packed(path, rows)])
+    (base,) = engine.forward([packed(path, rows)], base=True)
+    assert isinstance(outputs, TokenOutputs)
+    assert isinstance(merged, TokenOutputs)
+    assert isinstance(base, TokenOutputs)
+    torch.testing.assert_close(outputs.logprobs_N, merged.logprobs_N, rtol=0, atol=1e-5)
+    assert not torch.allclose(outputs.logprobs_N, base.logprobs_N, atol=1e-3)
+    assert load_file(whole / "model.safetensors").keys() == load_file(path / "model.safetensors").keys()
+    modules = r".*language_model.*\.(" + "|".join(section.target_modules) + ")"
+    config = LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=modules)
+    theirs = get_peft_model(oracle_model(path), config)
+    named = {name.replace(".default.weight", ".weight"): each for name, each in theirs.named_parameters()}
+    assert adapter.keys() == {name for name, each in named.items() if each.requires_grad}
+    with torch.no_grad():
+        for name, tensor in adapter.items():
+            named[name].copy_(tensor)
+        expected = oracle_logprobs(theirs.eval(), path, rows[3])
+    (alone,) = engine.forward([packed(path, [rows[3]])])
+    assert isinstance(alone, TokenOutputs)
+    np.testing.assert_allclose(alone.logprobs_N, expected, atol=1e-5)
+    start = LoraSection(rank=4, alpha=12.0, start=whole / "adapter")
+    again = {name: tensor.clone() for name, tensor in make_engine(path, optimizer=SECTION, lora=start).named_weights()}
+    assert_same_weights(again, adapter, atol=0)

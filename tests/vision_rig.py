@@ -1,0 +1,102 @@
+"""Rows of a tiny model of text and images, and plain transformers that computes each by itself."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
+
+from rolecall.columns import IMAGES
+from rolecall.training.engine import Microbatch
+from rolecall.training.packing.images import ImageReader
+from rolecall.training.packing.pack import Row, pack
+from rolecall.v1.trajectory_pb2 import Images
+from rolecall.wire import Array
+
+CPU = torch.device("cpu")
+START, END, SHOWS = 3, 4, 5
+"""Ids before, behind and in the place of an image."""
+TOKEN_PIXELS = 8
+TEMPERATURE = 0.7
+
+
+def image_file(height: int, width: int, seed: int) -> bytes:
+    """A PNG of noise, of as many tokens as there are squares of TOKEN_PIXELS in it."""
+    noise = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    return file.getvalue()
+
+
+WIDE, OTHER_WIDE, SQUARE, TALL = (
+    image_file(height, width, seed) for seed, (height, width) in enumerate([(16, 40), (16, 40), (24, 24), (40, 16)])
+)
+
+
+def make_row(files: list[bytes], response: list[int], loss_mask: int = 1) -> Row:
+    """A prompt that shows `files`, each between words, and a response."""
+    ids = [1, 50]
+    for number, file in enumerate(files):
+        width, height = Image.open(io.BytesIO(file)).size
+        ids += [60 + number, START, *[SHOWS] * (height // TOKEN_PIXELS * width // TOKEN_PIXELS), END]
+    mask = np.array([0] * (len(ids) + 2) + [1] * len(response), np.uint8)
+    return {
+        "token_ids": np.array([*ids, 70, 71, *response], np.int32),
+        "response_mask": mask,
+        "loss_mask": mask * loss_mask,
+        IMAGES: np.frombuffer(Images(files=files).SerializeToString(), np.uint8),
+    }
+
+
+def make_rows() -> list[Row]:
+    """Responses to one prompt, to its like with another image, to prompts of two images and of none."""
+    return [
+        make_row([WIDE], [80, 81, 82]),
+        make_row([WIDE], [90, 91]),
+        make_row([OTHER_WIDE], [80, 81, 82]),
+        make_row([SQUARE, TALL], [33]),
+        make_row([], [61, 62, 63]),
+        make_row([TALL], [40] * 7),
+        make_row([TALL, SQUARE, WIDE], [100, 101, 102]),
+    ]
+
+
+def packed(path: Path, rows: list[Row], columns: tuple[str, ...] = ()) -> Microbatch:
+    """`rows` as a microbatch of the model in `path`."""
+    return pack(rows, columns, temperature=TEMPERATURE, device=CPU, images=ImageReader(path, torch.float32))
+
+
+def oracle_model(path: Path) -> PreTrainedModel:
+    """The model by transformers alone."""
+    return AutoModelForImageTextToText.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32).eval()
+
+
+def oracle_inputs(path: Path, row: Row) -> dict[str, Any]:
+    """What transformers computes a row from."""
+    ids = torch.from_numpy(row["token_ids"].astype(np.int64))[None]
+    files = Images.FromString(row[IMAGES].tobytes()).files
+    if not files:
+        return {"input_ids": ids, "use_cache": False}
+    images = [Image.open(io.BytesIO(file)) for file in files]
+    made = AutoImageProcessor.from_pretrained(path)(images=images, return_tensors="pt")
+    return {"input_ids": ids, "mm_token_type_ids": (ids == SHOWS).int(), "use_cache": False, **made}
+
+
+def oracle_logprobs(model: PreTrainedModel, path: Path, row: Row, temperature: float = TEMPERATURE) -> torch.Tensor:
+    """Logprobs [T] of a row by itself, 0 outside the response mask."""
+    log_p = (model(**oracle_inputs(path, row)).logits[0] / temperature).log_softmax(-1)[:-1]
+    ids = torch.from_numpy(row["token_ids"].astype(np.int64))
+    mask = torch.from_numpy(row["response_mask"] != 0)
+    return torch.cat([torch.zeros(1), log_p.gather(1, ids[1:, None])[:, 0]]) * mask
+
+
+def oracle_gradients(path: Path, rows: list[Row]) -> dict[str, Array]:
+    """Gradients of the mean negative logprob of all responses' tokens."""
+    model = oracle_model(path)
+    num_tokens = sum(int(np.count_nonzero(row["loss_mask"][1:])) for row in rows)
+    loss = -torch.stack([oracle_logprobs(model, path, row).sum() for row in rows]).sum() / num_tokens
+    loss.backward()  # type: ignore[no-untyped-call]
+    return {name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None}
