@@ -26,8 +26,8 @@ from tests.tiny_models import VisionFamily, write_vision
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(300)]
 
 MAX_GAP = 1e-4
-"""Nats, in float32: vLLM and transformers on the same pixels differ by 1e-5. Pixels that Pillow resized are .006 off, and
-another image, or weights of another seed, tenths and more.
+"""Nats, in float32: vLLM and transformers on the same pixels differ by 1e-5. Pixels that Pillow resized are .006 off,
+and another image, or weights of another seed, tenths and more.
 """
 
 
