@@ -61,11 +61,6 @@ _OF_BOTH = (
     ),
     Fixed("data.train", "the place in the data is a number of rows", lambda settings: _of_files(settings.data.train)),
     Fixed("data.prompt_field", "it says what the prompts are", lambda settings: settings.data.prompt_field),
-    Fixed(
-        "model.freeze_vision_tower",
-        "the checkpoints hold the state of what is trained",
-        lambda settings: settings.model.freeze_vision_tower,
-    ),
     Fixed("data.system_prompt", "it says what the prompts are", lambda settings: settings.data.system_prompt),
     Fixed(
         "data.preprocess",
@@ -83,6 +78,11 @@ _OF_BOTH = (
 FIXED = (
     Fixed("run.name", "the store's keys carry it", lambda settings: settings.run.name),
     *_OF_BOTH,
+    Fixed(
+        "model.freeze_vision_tower",
+        "the checkpoints hold the state of what is trained",
+        lambda settings: settings.model.freeze_vision_tower,
+    ),
     Fixed("data.images_field", "it says what the prompts are", lambda settings: settings.data.images_field),
     Fixed("data.ground_truth_field", "it says what the prompts are", lambda settings: settings.data.ground_truth_field),
     Fixed(

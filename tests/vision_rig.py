@@ -66,7 +66,7 @@ def make_rows() -> list[Row]:
 
 def packed(path: Path, rows: list[Row], columns: tuple[str, ...] = ()) -> Microbatch:
     """`rows` as a microbatch of the model in `path`."""
-    return pack(rows, columns, temperature=TEMPERATURE, device=CPU, images=ImageReader(path))
+    return pack(rows, columns, temperature=TEMPERATURE, device=CPU, images=ImageReader(path, torch.float32))
 
 
 def oracle_model(path: Path) -> PreTrainedModel:

@@ -10,7 +10,8 @@ from pathlib import Path
 from rolecall.checkpoint.storage import DiskStorage, open_storage
 from rolecall.commands.capacity import in_bytes
 from rolecall.data.dataset import RawPrompt
-from rolecall.data.model_files import ModelFacts
+from rolecall.data.images.tokens import require_visual_tokens
+from rolecall.data.model_files import ModelFacts, sees_images
 from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_parameters
 from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts, received_bytes
 from rolecall.errors import ConfigError
@@ -23,6 +24,8 @@ MOMENT_BYTES_PER_PARAMETER = 8
 """Two float32 moments; muon has one of a matrix."""
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """float32 master weight and two moments."""
+CHANNELS_OF_FRAMES = 6
+"""Numbers of an image's pixel: three colours, in each of the two frames that a vision tower sees of it."""
 CHARS_PER_TOKEN = 4
 """About as many as a token of English or of code has."""
 
@@ -51,6 +54,8 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
                 f"    its adapters: {critic.trained / 1e6:,.2f}M parameters and the value head are trained and kept; "
                 "the base stays as it is"
             )
+    if settings.data.images_field is not None and sees_images(settings.model.path):
+        yield _pixels(settings, size)
     for name, section in settings.references.items():
         parts = section.num_shards if settings.actor.backend == "fsdp" else _num_parts(section)
         held = reference_parameters(settings, name, facts).frozen * size
@@ -82,6 +87,17 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             f"arrives and in place, beside three buckets{left}"
         )
     yield from _disk(settings, facts)
+
+
+def _pixels(settings: RunSettings, size: int) -> str:
+    """The line on what waits of images until they are computed."""
+    tokens = require_visual_tokens(settings.model.path)
+    per_token = CHANNELS_OF_FRAMES * (tokens.patch_size * tokens.merge_size) ** 2 * size
+    most = settings.algorithm.groups_per_batch * settings.data.max_prompt_tokens * per_token
+    return (
+        f"  pixels of a batch's images: up to {in_bytes(most / settings.actor.num_ranks)} of host memory at each rank "
+        f"of the actor, {per_token:,} bytes for each token of an image"
+    )
 
 
 def _gathered(settings: RunSettings, weights: float) -> Iterator[str]:

@@ -36,7 +36,16 @@ _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 """Values of model_type whose language model can be saved, and trained, alone."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which architectures keep the number of experts of a layer."""
-_ALL_FULL_ATTENTION = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_ALL_FULL_ATTENTION = (
+    "llama",
+    "qwen2",
+    "qwen2_5_vl",
+    "qwen2_5_vl_text",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_vl_text",
+)
 """Values of model_type whose every layer attends to all tokens before, unless use_sliding_window says otherwise."""
 _EXPERTS = ".experts."
 """Part of the name of every tensor of a mixture's experts, which get no adapters."""
@@ -263,6 +272,11 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
             f"{where} is a model of text and images; train its language model alone, which transformers saves: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., save_original_format=False), with the "
             "tokenizer beside it"
+        )
+    if config.get("vision_config") and kind not in FAMILIES:
+        raise ConfigError(
+            f"{where} is a model of text and images of model_type {kind!r}, and only {' and '.join(FAMILIES)} are "
+            "trained whole; use one of these, or a model of text"
         )
     quantization = config.get("quantization_config")
     if quantization is not None:

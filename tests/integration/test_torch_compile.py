@@ -16,11 +16,13 @@ from torch._dynamo.utils import counters
 
 from rolecall.settings import LoraSection, OptimizerSection
 from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
-from rolecall.training.packing.pack import pack
+from rolecall.training.packing.pack import local_counts, pack
+from tests import vision_rig
 from tests.conftest import MakeSettings
 from tests.integration.fsdp_ranks import make_rows, train_step
-from tests.tiny_models import write_qwen3, write_qwen3_moe
+from tests.tiny_models import VisionFamily, write_qwen3, write_qwen3_moe, write_vision
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),
@@ -108,6 +110,30 @@ def test_all_layers_and_all_lengths_share_their_graphs(models: dict[str, Path]) 
     for num_rows in (1, 3, 5):
         engine.forward([pack(make_rows(num_rows, seed=num_rows), [], temperature=0.7, device=engine.device)])
     assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_layers_behind_a_vision_tower_are_compiled_and_the_tower_is_not(
+    tmp_path: Path, family: VisionFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        return graph.forward  # no kernels, which take minutes
+
+    monkeypatch.setattr("torch.compile", partial(torch.compile, backend=backend))
+    path, rows = write_vision(tmp_path, family), vision_rig.make_rows()
+    norms = []
+    for torch_compile in (False, True):
+        engine = make_engine(path, torch_compile=torch_compile, gradient_checkpointing=True)
+        for num_rows in (len(rows), 3):
+            microbatch = vision_rig.packed(path, rows[:num_rows], ("loss_mask",))
+            engine.forward([microbatch])
+            engine.forward_backward([microbatch], SftObjective(local_counts(rows[:num_rows])))
+            norms.append(engine.step().grad_norm)
+    assert norms[2:] == pytest.approx(norms[:2], rel=1e-5)
+    assert counters["stats"]["unique_graphs"] > 0
+    tower = engine._model.vision
+    assert tower is not None
+    assert not any("forward" in vars(module) for module in tower.module.modules())
 
 
 @pytest.mark.parametrize("way", ["kept", "adapters"])

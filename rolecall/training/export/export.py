@@ -105,8 +105,8 @@ def _merged(
     *,
     without: str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The base's tensors with the adapters of the parameters that `names` says they are, but for the output layer
-    `without` that a value head took the place of; then the value head, which was trained whole.
+    """The base's tensors with their adapters, but for the output layer `without` that a value head took the place of;
+    then the value head, which was trained whole. `names` as of lora.parameter_names.
     """
     heads = [name for name in saved if not lora.is_adapter(name)]
     for name in base:

@@ -38,7 +38,7 @@ class ShownImages:
     """The distinct images of a microbatch, and the tokens that show them."""
 
     patches_PC: torch.Tensor
-    """float32, on the host: the images' patches, one image after another."""
+    """The images' patches, one image after another, on the host."""
     grids_I3: torch.Tensor
     """int64, on the host: each image's frames (1), rows and columns of patches."""
     token_M: torch.Tensor
@@ -55,7 +55,7 @@ class _PatchPlans:
 
     images: PackedPlan
     windows: PackedPlan | None
-    """Of the layers that attend within windows; None: there are none."""
+    """The plan of layers that attend within windows; None: there are none."""
 
 
 class VisionTower:
@@ -133,7 +133,7 @@ class VisionTower:
         return images, get_vision_window_index(grids_I3, *self._window_sizes())[1].diff().tolist()
 
     def _features(self, shown: ShownImages, dtype: torch.dtype) -> list[torch.Tensor]:
-        """What `_made` says of the images that are shown."""
+        """The features of the images that are shown, as `_made` has them."""
         device = shown.token_M.device
         given = self._given(shown.grids_I3, device)
         plan = partial(plan_attention, dtype=dtype, head_size=self._head_size, causal=False)
@@ -151,7 +151,7 @@ class VisionTower:
         return [output.pooler_output, *([] if self._is_windowed else output.deepstack_features)]
 
     def _given(self, grids_I3: torch.Tensor, device: torch.device) -> dict[str, Any]:
-        """What the tower would compute of `grids_I3` on the device, and wait for: computed on the host."""
+        """Computes on the host what the tower would of `grids_I3` on the device, and wait for."""
         bounds = get_vision_cu_seqlens(grids_I3)
         given: dict[str, Any] = {"position_ids": get_vision_position_ids(grids_I3, self.merge), "cu_seqlens": bounds}
         if self._is_windowed:

@@ -1,27 +1,21 @@
-"""The images of rows, from the files in their column to patches for a model's vision tower, and where they stand among
-the tokens of a microbatch.
+"""The images of rows: from files to patches for a model's vision tower, and where they stand among the tokens of a
+microbatch.
 
 A row's tokens hold an image's placeholder once for each feature that the tower makes of it. In each of its sequences
 the row's images stand one after another, from the first placeholder on; one that a policy sampled behind them is a
 token like any other. A later segment may show none.
 
-Pixels are computed by the image processor of the model directory as transformers loads it by default, which is what
-vLLM does: that of torchvision where it is installed, which it is wherever vLLM serves such a model. Without it that of
-Pillow takes its place, whose resized pixels differ by a level of 255 here and there, and the log says so.
-
-All of it happens on the host, in memory until the microbatch is computed. transformers' image code is imported where a
-reader is made, which models of text have none of.
+All of it happens on the host, in memory until the microbatch is computed. Which pixels a tower is given is
+image_processor.py's to say; it is imported where a reader is made, which runs on text have none of.
 
 Shapes: T tokens of one sequence; N of a pack; I images; P patches; C numbers of a patch.
 """
 
-import importlib.util
-import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +29,8 @@ from rolecall.training.serving.hooks import nothing
 from rolecall.v1.trajectory_pb2 import Images
 from rolecall.wire import Array
 
-logger = logging.getLogger(__name__)
+NUM_THREADS = 4
+"""Images that a rank reads at a time; one takes 0.1 ms of a core for each of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ class Image:
     """An image as a vision tower takes it."""
 
     patches_PC: torch.Tensor
-    """float32."""
+    """The numbers of its patches, in the type that the model computes in."""
     grid: tuple[int, int, int]
     """Frames (1), rows and columns of patches."""
 
@@ -51,28 +46,33 @@ class Image:
 class ImageReader:
     """The image processor of a model of text and images, and how its tokens show images."""
 
-    def __init__(self, path: Path, progressed: Callable[[], None] = nothing) -> None:
-        """`path` is the model directory. `progressed` is called after every image. ConfigError for a model that sees
-        none.
+    def __init__(self, path: Path, dtype: torch.dtype, progressed: Callable[[], None] = nothing) -> None:
+        """`path` is the model directory, `dtype` what the model computes in. `progressed` is called after every image.
+        ConfigError for a model that sees none.
         """
         self.tokens = require_visual_tokens(path)
         """The tokens that stand for an image."""
-        from transformers import AutoImageProcessor
+        from rolecall.training.packing.image_processor import load_processor
 
-        if importlib.util.find_spec("torchvision") is None:
-            logger.warning(
-                "torchvision is not installed: images are resized by Pillow here, and by torchvision in rollouts; "
-                "install the version that rollouts have"
-            )
-        self._processor: Any = AutoImageProcessor.from_pretrained(path)
-        self._progressed = progressed
+        self._processor = load_processor(path)
+        self._dtype, self._progressed = dtype, progressed
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="images")
 
-    def read(self, file: bytes) -> Image:
-        """The image in `file`. InvalidInputError when it is none."""
+    def read(self, files: Iterable[bytes]) -> Iterator[Image]:
+        """The images in `files`, in order. InvalidInputError when one holds none."""
+        for image in self._threads.map(self._read, files):
+            self._progressed()
+            yield image
+
+    def size(self, image: Image) -> tuple[int, int]:
+        """Rows and columns of the features of `image`."""
+        _, rows, columns = image.grid
+        return rows // self.tokens.merge_size, columns // self.tokens.merge_size
+
+    def _read(self, file: bytes) -> Image:
         made = self._processor(images=[open_image(file)], return_tensors="pt")
-        self._progressed()
         rows, columns = made["image_grid_thw"][0, 1:].tolist()
-        return Image(made["pixel_values"], (1, rows, columns))
+        return Image(made["pixel_values"].to(self._dtype), (1, rows, columns))
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class PlacedImages:
 
     images: Sequence[Image]
     features: Sequence[Array]
-    """Of each sequence, the feature of all of theirs that each token shows, int64 [T], -1 for none."""
+    """The feature, of all that there are, which each token of a sequence shows, int64 [T], -1 for none; by sequence."""
     position_3N: Array
     """int64: rotary positions by time, row and column, from 0 in every sequence."""
 
@@ -102,61 +102,42 @@ def place_images(token_ids: Sequence[Array], columns: Sequence[Array], reader: I
     """Reads the images of sequences, each of which has its tokens and its row's column IMAGES; None where none shows
     any. InvalidInputError when one cannot be read, or is not where the tokens say.
     """
-    distinct = _Distinct(reader)
-    placed = [distinct.place(ids_T, column) for ids_T, column in zip(token_ids, columns, strict=True)]
-    if not distinct.images:
+    shown = [
+        list(Images.FromString(column.tobytes()).files) if (ids_T == reader.tokens.token_id).any() else []
+        for ids_T, column in zip(token_ids, columns, strict=True)
+    ]
+    distinct = dict.fromkeys(file for files in shown for file in files)
+    if not distinct:
         return None
+    images = list(reader.read(distinct))
+    firsts = np.cumsum([0, *(math.prod(reader.size(image)) for image in images)]).tolist()
+    found = dict(zip(distinct, zip(images, firsts, strict=False), strict=True))  # the last is where they end
+    placed = [
+        _place(ids_T, [found[file] for file in files], reader) for ids_T, files in zip(token_ids, shown, strict=True)
+    ]
     features, positions = zip(*placed, strict=True)
-    return PlacedImages(distinct.images, features, np.concatenate(positions, 1))
+    return PlacedImages(images, features, np.concatenate(positions, 1))
 
 
-class _Distinct:
-    """The images of a microbatch, each once."""
-
-    def __init__(self, reader: ImageReader) -> None:
-        self.images: list[Image] = []
-        self._reader = reader
-        self._num_features = 0
-        self._found: dict[bytes, tuple[Image, int]] = {}
-
-    def place(self, token_ids_T: Array, column: Array) -> tuple[Array, Array]:
-        """(feature_T, position_3T) of one sequence, as PlacedImages has them."""
-        feature_T = np.full(len(token_ids_T), -1, np.int64)
-        position_3T = np.tile(np.arange(len(token_ids_T)), (3, 1))
-        places = np.flatnonzero(token_ids_T == self._reader.tokens.token_id)
-        files = Images.FromString(column.tobytes()).files if places.size else ()
-        runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
-        for number, file in enumerate(files, 1):
-            image, first = self._find(file)
-            rows, columns = self._size(image)
-            num, run = rows * columns, runs[number - 1] if number <= len(runs) else places[:0]
-            if len(run) != num:
-                raise InvalidInputError(
-                    f"image {number} of {len(files)} has {num} features and {len(run)} tokens that show it; the "
-                    "sampler and the trainers must have the same files of the image processor beside the model"
-                )
-            start, end = int(run[0]), int(run[-1]) + 1
-            feature_T[start:end] = np.arange(first, first + num)
-            inside_3T = [
-                np.zeros(num, np.int64),
-                np.repeat(np.arange(rows), columns),
-                np.tile(np.arange(columns), rows),
-            ]
-            position_3T[:, start:end] = position_3T[0, start] + np.stack(inside_3T)
-            position_3T[:, end:] += max(rows, columns) - num
-        return feature_T, position_3T
-
-    def _find(self, file: bytes) -> tuple[Image, int]:
-        """The image in `file` and the first of its features."""
-        if file not in self._found:
-            image = self._reader.read(file)
-            self._found[file] = image, self._num_features
-            self.images.append(image)
-            self._num_features += math.prod(self._size(image))
-        return self._found[file]
-
-    def _size(self, image: Image) -> tuple[int, int]:
-        """Rows and columns of the features of `image`."""
-        _, rows, columns = image.grid
-        merge = self._reader.tokens.merge_size
-        return rows // merge, columns // merge
+def _place(token_ids_T: Array, images: Sequence[tuple[Image, int]], reader: ImageReader) -> tuple[Array, Array]:
+    """(feature_T, position_3T), as PlacedImages has them, of a sequence that shows `images`, each with the first of its
+    features.
+    """
+    feature_T = np.full(len(token_ids_T), -1, np.int64)
+    position_3T = np.tile(np.arange(len(token_ids_T)), (3, 1))
+    places = np.flatnonzero(token_ids_T == reader.tokens.token_id)
+    runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    for number, (image, first) in enumerate(images, 1):
+        rows, columns = reader.size(image)
+        num, run = rows * columns, runs[number - 1] if number <= len(runs) else places[:0]
+        if len(run) != num:
+            raise InvalidInputError(
+                f"image {number} of {len(images)} has {num} features and {len(run)} tokens that show it; the sampler "
+                "and the trainers must have the same files of the image processor beside the model"
+            )
+        start, end = int(run[0]), int(run[-1]) + 1
+        feature_T[start:end] = np.arange(first, first + num)
+        inside_3T = [np.zeros(num, np.int64), np.repeat(np.arange(rows), columns), np.tile(np.arange(columns), rows)]
+        position_3T[:, start:end] = position_3T[0, start] + np.stack(inside_3T)
+        position_3T[:, end:] += max(rows, columns) - num
+    return feature_T, position_3T

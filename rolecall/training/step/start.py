@@ -81,7 +81,7 @@ def start_store_context(
     context = start_context(options, section, actor, settings.run.dir, settings.controller.start_timeout_s, hooks)
     rows = Rows(connection, settings.run.name, settings.store.num_shards)
     shows_images = settings.data.images_field is not None
-    images = ImageReader(path, hooks.progressed) if shows_images else None
+    images = ImageReader(path, DTYPES[options.dtype], hooks.progressed) if shows_images else None
     return StoreRankContext(**vars(context), rows=rows, images=images)
 
 

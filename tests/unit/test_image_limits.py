@@ -1,0 +1,104 @@
+"""What `rolecall check` says of models of text and images, and what it refuses before anything starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.commands.footprint import memory_and_disk
+from rolecall.data.image_limits import check_images
+from rolecall.data.model_files import check_trainable, read_model
+from rolecall.data.parameter_counts import actor_parameters, critic_parameters
+from rolecall.errors import ConfigError
+from rolecall.settings import RewardModelSettings, RunSettings
+from services.reward_model.config import check_files
+from tests.conftest import MakeSettings
+from tests.tiny_models import write_image_processor, write_qwen3, write_vision
+
+REFERENCE: dict[str, Any] = {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_vision(tmp_path_factory.mktemp("model") / "vision", "qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3(tmp_path_factory.mktemp("model") / "text")
+
+
+def shown(make_settings: MakeSettings, path: Path, images: str | None = "images", **sections: Any) -> RunSettings:
+    """A run of the model `path` whose prompts may show images."""
+    model = {"path": str(path), **sections.pop("model", {})}
+    return make_settings(model=model, data={"train": "train.jsonl", "images_field": images}, **sections)
+
+
+def lines(settings: RunSettings) -> list[str]:
+    return list(check_images(settings, read_model(settings.model.path)))
+
+
+def test_what_becomes_of_the_tower_is_told(make_settings: MakeSettings, vision: Path, text: Path) -> None:
+    for told, settings in {
+        "trained with the rest (model.freeze_vision_tower)": shown(make_settings, vision),
+        "stay as they are, as it is asked to": shown(make_settings, vision, model={"freeze_vision_tower": True}),
+        "stay as they are, as adapters are of the": shown(make_settings, vision, actor={"lora": {}}),
+        "stay as they are, as prompts show no images (data.images_field)": shown(make_settings, vision, None),
+    }.items():
+        (line,) = lines(settings)
+        assert line.startswith("vision tower: 0.1")
+        assert told in line
+    assert lines(shown(make_settings, text, None)) == []
+
+
+def test_a_tower_that_stays_as_it_is_has_no_gradients_nor_moments(make_settings: MakeSettings, vision: Path) -> None:
+    facts, gae = read_model(vision), {"groups_per_batch": 2, "advantage": {"kind": "gae"}}
+    for images in (None, "images"):
+        settings = shown(make_settings, vision, images, critic={}, algorithm=gae)
+        frozen = facts.num_tower_parameters if settings.freezes_vision_tower else 0
+        for counts in (actor_parameters(settings, facts), critic_parameters(settings, facts)):
+            assert (counts.trained, counts.frozen) == (facts.num_parameters - frozen, frozen)
+        assert not any("adapters" in line for line in memory_and_disk(settings, facts))
+
+
+def test_the_memory_that_pixels_take_is_told(make_settings: MakeSettings, vision: Path) -> None:
+    settings = shown(make_settings, vision, model={"dtype": "bfloat16"})
+    (line,) = (line for line in memory_and_disk(settings, read_model(vision)) if "pixels" in line)
+    assert "768 bytes for each token of an image" in line  # 8 x 8 pixels, three colours, twice, of two bytes
+
+
+def test_a_tower_to_freeze_must_be_there(make_settings: MakeSettings, text: Path) -> None:
+    settings = shown(make_settings, text, None, model={"freeze_vision_tower": True})
+    with pytest.raises(
+        ConfigError, match=r"model.freeze_vision_tower: model.path \S+ has no vision tower; leave it out"
+    ):
+        lines(settings)
+
+
+def test_critics_and_references_must_see_what_the_policy_sees(
+    make_settings: MakeSettings, vision: Path, text: Path, tmp_path: Path
+) -> None:
+    blind = shown(make_settings, vision, algorithm=REFERENCE, references={"ref": {"path": str(text)}})
+    with pytest.raises(ConfigError, match=r"references.ref.path \S+ is no model that sees images, which data.images_"):
+        lines(blind)
+    other = write_vision(tmp_path / "other", "qwen2_5_vl")
+    write_image_processor(other, "qwen2_5_vl", patch=4, max_tokens=16)
+    gae = {"groups_per_batch": 2, "advantage": {"kind": "gae"}}
+    with pytest.raises(ConfigError, match=r"critic.path \S+ takes other tokens for an image than model.path"):
+        lines(shown(make_settings, vision, algorithm=gae, critic={"path": str(other)}))
+    lines(shown(make_settings, vision, algorithm=REFERENCE, references={"ref": {}}))
+
+
+def test_a_reward_model_reads_text_alone(vision: Path) -> None:
+    settings = RewardModelSettings.model_validate({"name": "judge", "path": str(vision)})
+    with pytest.raises(ConfigError, match="is a model of text and images, and a reward model reads text alone"):
+        check_files(settings, 10)
+
+
+def test_a_model_of_text_and_images_is_trainable_and_others_are_named(vision: Path, tmp_path: Path) -> None:
+    check_trainable(vision)
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3_vl_moe", "text_config": {}, "vision_config": {"a": 1}}'
+    )
+    with pytest.raises(ConfigError, match="of model_type 'qwen3_vl_moe', and only qwen2_5_vl and qwen3_vl are trained"):
+        check_trainable(tmp_path)
