@@ -56,8 +56,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-SFT_STEPS = 260
-SFT_BATCH = 48
+SFT_STEPS = 400
+SFT_BATCH = 32
 SFT_LEARNING_RATE = 3e-3
 ROWS_SHARE = 0.3
 
