@@ -130,7 +130,7 @@ OLD_ROUTED_EXPERTS = "old_routed_experts"
 
 IMAGES = "images"
 """uint8 [bytes]: the images that the prompt shows, a serialized Images message (trajectory.proto); of a prompt of text
-nothing, 0 bytes.
+nothing, 0 bytes. Each segment of the row shows all of them, in this order, or none.
 """
 
 _TABLE = [

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any, TypeAlias
 
+from rolecall.data.images.tokens import VisualTokens, collapsed
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import InvalidInputError, PromptTooLongError
 
@@ -48,34 +49,50 @@ _MARKS = (0xF0000, 0xFFFFE)
 class Continuation:
     """The continuation of conversations by one tokenizer's template."""
 
-    def __init__(self, tokenizer: ChatTokenizer, max_tokens: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: ChatTokenizer, max_tokens: int | None = None, visual_tokens: VisualTokens | None = None
+    ) -> None:
         """`max_tokens`: PromptTooLongError is raised of text that is longer than so many tokens can be, by its
-        characters, for it takes long and much memory to count its tokens; None: none is too long.
+        characters, for it takes long and much memory to count its tokens; None: none is too long. `visual_tokens`:
+        those of images that a run's own messages show.
         """
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
+        self._visual_tokens = visual_tokens
         self._problems: dict[tuple[str, bool], str | None] = {}
 
     def ids(
-        self, before: Sequence[int], conversation: Sequence[ChatMessage], num_heard: int, tools: Tools = ()
+        self,
+        before: Sequence[int],
+        conversation: Sequence[ChatMessage],
+        num_heard: int,
+        tools: Tools = (),
+        num_images: int = 0,
     ) -> list[int] | None:
         """Token ids between a turn that ends the ids `before` and the policy's next one: the turn's close where it was
         not sampled, the last `num_heard` messages of the whole `conversation`, and the generation prompt. None when the
         template, which is not prefix-stable for them, shows otherwise what stands before. InvalidInputError when it
-        cannot render them. `tools`: those that the first prompt shows.
+        cannot render them. `tools`: those that the first prompt shows; `num_images`: the images that it shows.
         """
         heard = conversation[len(conversation) - num_heard :]
         if any(self.problem(role, with_tools=bool(tools)) for role in {message["role"] for message in heard}):
-            return self._looked_at(before, conversation, tools)
+            return self._looked_at(self._collapsed(before, num_images), conversation, tools)
         ids = self._encoded(self._pieces(heard, self._tail))
         return ids[1:] if ids[0] == before[-1] else ids
 
-    def opening(self, conversation: Sequence[ChatMessage], tools: Tools = (), num_own: int = 0) -> list[int]:
+    def opening(
+        self,
+        conversation: Sequence[ChatMessage],
+        tools: Tools = (),
+        num_own: int = 0,
+        image_tokens: Sequence[int] = (),
+    ) -> list[int]:
         """Token ids of a conversation rendered anew, up to where the policy goes on. Special tokens that a message
-        spells are text, but in the first `num_own`, which are the run's own. InvalidInputError when the template cannot
-        render it.
+        spells are text, but in the first `num_own`, which are the run's own, and may show images of as many tokens as
+        `image_tokens` says. InvalidInputError when the template cannot render it.
         """
-        return self._encoded(self._shown(conversation, tools, num_own))
+        ids = self._encoded(self._shown(conversation, tools, num_own))
+        return ids if self._visual_tokens is None else self._visual_tokens.expanded(ids, image_tokens)
 
     def refusal(self, role: str) -> str | None:
         """Returns why the template lets nobody speak as `role` after a turn of the policy, as the end of a sentence;
@@ -138,6 +155,9 @@ class Continuation:
         ids = self._encoded(_behind(pieces, len(text)))
         added = self._tokenizer.added_ids
         return ids if ids and (before[-1] in added or ids[0] in added) else None
+
+    def _collapsed(self, ids: Sequence[int], num_images: int) -> Sequence[int]:
+        return collapsed(ids, self._visual_tokens.token_id, num_images) if self._visual_tokens is not None else ids
 
     def _shown(self, conversation: Sequence[ChatMessage], tools: Tools, num_own: int = 0) -> list[Piece]:
         """A conversation as the template shows it, up to where the policy goes on."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.data.code_tests import read_tests, require_language
-from rolecall.data.images.files import MARK, ImageFile, read_images
+from rolecall.data.images.files import MARK, ImageFile, parts, read_images
 from rolecall.data.json_text import parse_json
 from rolecall.data.preprocess import PREPROCESS, preprocessing
 from rolecall.errors import ConfigError
@@ -70,7 +70,7 @@ class RawPrompt:
     def chat(self) -> list[dict[str, Any]]:
         """The messages as a chat template takes them: a text that shows images as a list of its parts."""
         return [
-            {"role": role, "content": _parts(content) if self.images else content} for role, content in self.messages
+            {"role": role, "content": parts(content) if self.images else content} for role, content in self.messages
         ]
 
     @property
@@ -82,17 +82,6 @@ class RawPrompt:
     def image_bytes(self) -> int:
         """Bytes that its images take in each of its rows."""
         return sum(8 + image.num_bytes for image in self.images)
-
-
-def _parts(content: str) -> str | list[dict[str, str]]:
-    """A text in parts, one for each image that it shows; as it is where it shows none."""
-    first, *others = content.split(MARK)
-    if not others:
-        return content
-    parts = [{"type": "text", "text": first}]
-    for text in others:
-        parts += [{"type": "image"}, {"type": "text", "text": text}]
-    return [part for part in parts if part.get("text") != ""]
 
 
 def _num_bytes(value: object) -> int:

@@ -423,14 +423,6 @@ class RunSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _episodes_are_text(self) -> Self:
-        if self.environment is not None and self.data.images_field is not None:
-            raise ValueError(
-                "data.images_field: prompts of an environment's episodes are text; remove it, or environment"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _sessions_are_named_after_sets(self) -> Self:
         for name in self.evaluation.sets if self.environment is not None else ():
             if not (name.isascii() and name.isprintable() and len(name) <= MAX_SET_NAME_CHARS):

@@ -19,6 +19,9 @@ from itertools import count
 from typing import Any, TypeVar
 
 from rolecall.data.continuation import ChatMessage, Continuation
+from rolecall.data.images.files import parts
+from rolecall.data.images.prompts import PromptEncoder
+from rolecall.data.images.tokens import run_lengths
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.answers import CONTINUES, plain, roles_of
 from rolecall.environment.checks import row_problem
@@ -33,7 +36,7 @@ from services.rollout.harness.runs import AgentRuns, RunLimits
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
 from services.rollout.single_turn import SingleTurns
-from services.rollout.trajectories import group_requests
+from services.rollout.trajectories import group_requests, prompt_token_ids
 from services.rollout.turns.observations import Observations
 from services.rollout.turns.prompts import PromptThread
 from services.rollout.turns.tool_calls import Heard, SessionCalls, ToolCalls, ToolSchema, tool_schemas
@@ -155,6 +158,11 @@ class Episodes:
         if (problem := self._problem(self._environment.spec, self._continuation)) is not None:
             raise ConfigError(problem)
         if self._environment.spec.runs_episodes:
+            if self._prompts.visual_tokens is not None:
+                raise ConfigError(
+                    f"data.images_field: environment {self._environment.spec.name!r} runs its episodes itself, and "
+                    "what its agent asks the policy is text; remove it, or use an environment that the rollout steps"
+                )
             await self._runs.endpoint.start()
         places, needed = self._environment.max_sessions, self._settings.responses_per_group
         if not places:
@@ -293,10 +301,13 @@ class Episodes:
 
     async def _first(self, place: _Place, opening: environment_pb2.ResetResponse) -> _First:
         """The first prompt: the row's messages and what the environment said, rendered once."""
-        messages = _spoken([*place.prompt.messages, *plain(opening.messages)])
+        own = _spoken(place.prompt.messages)
+        if place.request.images:
+            own = tuple({**message, "content": parts(message["content"])} for message in own)
+        messages = (*own, *_spoken(plain(opening.messages)))
         tools = tool_schemas(opening.tools)
         calls = self._tool_calls.of_session(tools) if self._tool_calls is not None and tools else None
-        opened = partial(self._prompts.continuation.opening, messages, tools, len(place.prompt.messages))
+        opened = partial(self._prompts.continuation.opening, messages, tools, len(own), self._image_tokens(place))
         try:
             ids = await self._prompts.run(opened)
         except PromptTooLongError as error:
@@ -310,10 +321,16 @@ class Episodes:
         longest = min(len(ids) + place.request.sampling.max_tokens, self._replica.info.max_model_tokens)
         return _First(TurnPrompt(None, messages, ids, longest, "first"), tools, calls)
 
+    def _image_tokens(self, place: _Place) -> list[int]:
+        """The tokens of each image that the first prompt shows: as many as it has in the row's own."""
+        tokens = self._prompts.visual_tokens
+        return [] if tokens is None else run_lengths(prompt_token_ids(place.prompt), tokens.token_id)
+
     async def _play(self, place: _Place, begun: _Begun, first: _First) -> tuple[SampleRequest, Response]:
         """Turns until the episode is over or a budget is spent."""
         own = len(place.prompt.messages)
-        tree = Tree(place.request, self._prompts.continuation, self._settings.max_row_tokens, own)
+        images = self._image_tokens(place)
+        tree = Tree(place.request, self._prompts.continuation, self._settings.max_row_tokens, own, images)
         prompt, shown, num_malformed = first.prompt, first.prompt.messages, 0
 
         def ended(ended_by: str, reward: trajectory_pb2.EpisodeReward | None) -> tuple[SampleRequest, Response]:
@@ -413,7 +430,8 @@ def sampler_of(
     )
     endpoint = Endpoint(section.endpoint_bind, settings.rpc, host=settings.rollout.advertise_host, peer=section.address)
     environment = open_environment(section, settings.rpc)
-    prompts = PromptThread(tokenizer, replica.info.max_model_tokens)
+    visual_tokens = PromptEncoder.of(settings, tokenizer).visual_tokens
+    prompts = PromptThread(tokenizer, replica.info.max_model_tokens, visual_tokens)
     return Episodes(
         episodes,
         replica,

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from rolecall.columns import ROUTED_EXPERTS
+from rolecall.data.images.files import parts
+from rolecall.data.images.tokens import VisualTokens
 from rolecall.data.mixture import Mixture
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment import Action, Answer, Env, Task
@@ -27,15 +29,16 @@ from rolecall.wire import decode_tensor
 from services.rollout.episodes import Episodes, EpisodeSettings
 from services.rollout.harness.endpoint import Endpoint
 from services.rollout.replica import Replica
-from services.rollout.sampling import SampleRequest
+from services.rollout.sampling import Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine, digest_of
 from services.rollout.turns.observations import Observations
 from services.rollout.turns.prompts import PromptThread
 from tests.contract.environment_peers import client_of, environment
 from tests.contract.rollout_replica import CONSUMER, ReplicaUnderTest, generate_request, replica_under_test
 from tests.fixtures_store import StoreUnderTest
+from tests.pictures import PAD
 from tests.smallest import smallest_tree
-from tests.tiny_tokenizer import EOS_TOKEN_ID, write_tokenizer
+from tests.tiny_tokenizer import EOS_TOKEN_ID, VISION_TEMPLATE, VISION_TOKENS, write_tokenizer
 from tests.waiting import until
 
 LETTERS = tuple(range(ord("a"), ord("z") + 1))
@@ -86,10 +89,15 @@ def _well() -> None:
 
 
 def sampler(
-    folder: Path, address: str, problem: str | None = None, max_observation_tokens: int | None = None, **settings: Any
+    folder: Path,
+    address: str,
+    problem: str | None = None,
+    max_observation_tokens: int | None = None,
+    visual_tokens: VisualTokens | None = None,
+    **settings: Any,
 ) -> Callable[[Replica], Episodes]:
     """Episodes of groups of 4 in the environment at `address`, with which the run has this `problem`,
-    and the middle of whose longer answers is left out.
+    and the middle of whose longer answers is left out; prompts may show images of these tokens.
     """
     sizes = {
         "responses_per_group": 4,
@@ -105,7 +113,7 @@ def sampler(
         endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address)
         client = open_environment(EnvironmentSection(address=address), RpcSection())
         tokenizer = ChatTokenizer(folder)
-        prompts = PromptThread(tokenizer, replica.info.max_model_tokens)
+        prompts = PromptThread(tokenizer, replica.info.max_model_tokens, visual_tokens)
         observations = Observations(prompts.tokenizer, max_observation_tokens, "middle")
         return Episodes(chosen, replica, client, tokenizer, None, endpoint, prompts, observations, lambda *_: problem)
 
@@ -157,6 +165,75 @@ async def test_an_episodes_row_is_its_transcript_token_by_token(store: StoreUnde
                     assert len(meta.episode.turns) == round(8 * meta.episode.reward.value)
         await until(lambda: sessions.num_open == 0)
     assert store.balance() == (6, 0, 0, 6)
+
+
+class Eyes(LetterEngine):
+    """A letter engine that remembers what it was shown."""
+
+    shown: list[SampleRequest]
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        self.shown = [*vars(self).get("shown", []), request]
+        return await super().sample(request)
+
+
+CHANGED_LATER = VISION_TEMPLATE.replace(
+    "{{ '<|im_start|>' + message.role", "{{ '<|im_start|>' + ('a' if loop.last else 'b') + message.role"
+)
+"""Shows the last message otherwise once another follows."""
+
+
+@pytest.mark.parametrize("template", [VISION_TEMPLATE, CHANGED_LATER], ids=["extended", "begun anew"])
+async def test_every_turn_is_sampled_with_the_images_that_the_row_s_messages_show(
+    store: StoreUnderTest, tmp_path: Path, template: str
+) -> None:
+    write_tokenizer(tmp_path, template, VISION_TOKENS)
+    tokens, tokenizer = VisualTokens(PAD, 4, 2, 64, 4096), ChatTokenizer(tmp_path)
+    text, files, numbers = "<image> and <image>", [b"one", b"two"], [6, 2]
+
+    def ids_of(conversation: list[dict[str, str]], *, generate: bool = False) -> list[int]:
+        shown = [{**said, "content": parts(said["content"])} for said in conversation]
+        return tokens.expanded(tokenizer.encode(tokenizer.render(shown, generate=generate).removesuffix("\n")), numbers)
+
+    first = np.array(ids_of([{"role": "user", "content": text}], generate=True), "<i4").tobytes()
+    said = [trajectory_pb2.Message(role="user", content=text)]
+    prompt = trajectory_pb2.Prompt(uid="u", token_ids=first, images=files, messages=said)
+    sampling = trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=900)
+    async with (
+        environment(Plain, **TURNS) as (address, _),
+        rollout_in(store, tmp_path, address, engine=Eyes, visual_tokens=tokens, max_prompt_tokens=128) as rollout,
+    ):
+        assert store.ledger.admit(
+            trajectory_pb2.PromptGroup(gid=0, prompt=prompt, num_responses=4, sampling=sampling, run_seed=11), b""
+        )
+        await rollout.publish(1)
+        (group,) = await rollout.committed(1)
+        assert isinstance(rollout.engine, Eyes)
+        asked = rollout.engine.shown
+    assert all(list(request.images) == files for request in asked)
+    assert all(request.prompt_token_ids.count(PAD) == sum(numbers) for request in asked)
+    rows = store.rows.read(group.rows, SAMPLED_COLUMNS)
+    assert max(len(meta.episode.turns) for meta in store.rows.read_meta(group.rows)) > 1
+    for row, meta, ref in zip(rows, store.rows.read_meta(group.rows), group.rows, strict=True):
+        check_row(row, meta)
+        num_segments = 1 + len(ref.segment_starts)
+        assert row["token_ids"].tolist().count(PAD) == sum(numbers) * num_segments, "each segment shows them"
+        if template == VISION_TEMPLATE:
+            last = trajectory_pb2.Message(role="assistant", content=meta.response_text)
+            talk = [{"role": each.role, "content": each.content} for each in [*said, *meta.episode.messages, last]]
+            assert (row["token_ids"].tolist(), num_segments) == (ids_of(talk), 1)
+        else:
+            assert num_segments == len(meta.episode.turns)
+
+
+async def test_an_agent_s_environment_is_refused_where_prompts_show_images(store: StoreUnderTest, folder: Path) -> None:
+    tokens = VisualTokens(PAD, 4, 2, 64, 4096)
+    async with environment(Plain, runs_episodes=True) as (address, _):
+        async with rollout_in(store, folder, address, visual_tokens=tokens) as rollout:
+            rollout.admit(1)
+            await rollout.publish(1)
+            with pytest.raises(ConfigError, match=r"data\.images_field: environment .* runs its episodes itself"):
+                await asyncio.wait_for(rollout.pulling, 20)
 
 
 class Plain(Talk):

@@ -128,6 +128,13 @@ def test_another_image_of_the_same_size_gives_another_response(seen: Seen) -> No
     assert seen.gap(0, second, responses) > 0.1
 
 
+def test_a_placeholder_that_was_sampled_is_a_token_like_any_other(seen: Seen) -> None:
+    pad = seen.tokens.token_id
+    prompt = seen.prompt([picture(36, 20, 0)])
+    prompt.token_ids += np.array([pad, pad, 71, pad], "<i4").tobytes()
+    assert len(seen.generate(prompt)) == 4, "vLLM has as many tokens as the prompt, or the request would have failed"
+
+
 def test_committed_rows_hold_the_images(seen: Seen) -> None:
     files = [picture(36, 20, 5), picture(8, 24, 6)]
     for gid, images in enumerate([files, []]):

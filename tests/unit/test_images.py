@@ -21,7 +21,13 @@ from rolecall.data.dataset import RawPrompt, load_prompts
 from rolecall.data.engine_limits import check_engine
 from rolecall.data.images.files import MAX_BYTES, open_image
 from rolecall.data.images.prompts import PromptEncoder
-from rolecall.data.images.tokens import VisualTokens, collapsed, read_visual_tokens, require_visual_tokens
+from rolecall.data.images.tokens import (
+    VisualTokens,
+    collapsed,
+    read_visual_tokens,
+    require_visual_tokens,
+    run_lengths,
+)
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import DataSection, RewardSection, RunSettings, load_settings
@@ -76,9 +82,12 @@ def test_a_placeholder_is_repeated_for_each_token_and_collapses_to_one() -> None
     ids = [1, START, PAD, END, 9, START, PAD, END, 7]
     whole = TOKENS.expanded(ids, [3, 1])
     assert whole == [1, START, PAD, PAD, PAD, END, 9, START, PAD, END, 7]
-    assert collapsed(whole, PAD) == ids
-    assert collapsed([], PAD) == []
-    assert collapsed([7, 7, PAD, PAD], PAD) == [7, 7, PAD]
+    assert run_lengths(whole, PAD) == [3, 1]
+    assert collapsed(whole, PAD, 2) == ids
+    assert collapsed([*whole, PAD, PAD], PAD, 2) == [*ids, PAD, PAD], "what is sampled behind them stays"
+    assert collapsed([], PAD, 0) == []
+    assert collapsed([7, 7, PAD, PAD], PAD, 1) == [7, 7, PAD]
+    assert collapsed([7, PAD, PAD], PAD, 0) == [7, PAD, PAD]
 
 
 @pytest.mark.parametrize(
@@ -291,11 +300,6 @@ def test_the_probe_leaves_out_the_tokens_of_images(tmp_path: Path, make_settings
 def test_a_run_of_text_looks_for_no_image_processor(tmp_path: Path, make_settings: Callable[..., RunSettings]) -> None:
     write_tokenizer(tmp_path)
     assert PromptEncoder.of(make_settings(), ChatTokenizer(tmp_path)).visual_tokens is None
-
-
-def test_episodes_show_no_images(make_settings: Callable[..., RunSettings]) -> None:
-    with pytest.raises(ValidationError, match=r"data\.images_field: prompts of an environment's episodes are text"):
-        make_settings(environment={"address": "h:1"}, data={"train": "t.jsonl", "images_field": "images"})
 
 
 def test_images_are_a_column_of_their_bytes() -> None:

@@ -5,6 +5,7 @@ becomes of these is the image processor's of the model directory.
 """
 
 import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,22 @@ MARK = "<image>"
 """Stands in a message's text where it shows an image."""
 MAX_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of a prompt's images together: an evaluation sends them in one message, beside the text."""
+
+
+def parts(content: str) -> str | list[dict[str, str]]:
+    """A message's text in parts, one for each image that it shows; as it is where it shows none."""
+    first, *others = content.split(MARK)
+    if not others:
+        return content
+    found = [{"type": "text", "text": first}]
+    for text in others:
+        found += [{"type": "image"}, {"type": "text", "text": text}]
+    return [part for part in found if part.get("text") != ""]
+
+
+def text_of(content: str | Sequence[Mapping[str, str]]) -> str:
+    """The text that `parts` was given."""
+    return content if isinstance(content, str) else "".join(part.get("text", MARK) for part in content)
 
 
 @dataclass(frozen=True)

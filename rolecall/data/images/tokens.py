@@ -10,7 +10,7 @@ library's imports torch, and takes seconds, where a controller counts tokens; a 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,24 @@ class VisualTokens:
         return [*whole, *ids[end:]]
 
 
-def collapsed(ids: Sequence[int], token_id: int) -> list[int]:
-    """`ids` with one `token_id` in place of each run of them."""
-    return [token for before, token in pairwise([None, *ids]) if token is not None and not token == before == token_id]
+def collapsed(ids: Sequence[int], token_id: int, num_images: int) -> list[int]:
+    """`ids` with one `token_id` in place of each of their first `num_images` runs of them: what stands behind is no
+    image, but a token that was sampled.
+    """
+    shown, num_seen, before = list[int](), 0, -1
+    for place, token in enumerate(ids):
+        if num_seen == num_images and not token == before == token_id:
+            return [*shown, *ids[place:]]
+        num_seen += token == token_id != before
+        if not token == before == token_id:
+            shown.append(token)
+        before = token
+    return shown
+
+
+def run_lengths(ids: Sequence[int], token_id: int) -> list[int]:
+    """The lengths of the runs of `token_id` in `ids`."""
+    return [len(list(run)) for is_shown, run in groupby(ids, lambda token: token == token_id) if is_shown]
 
 
 def read_visual_tokens(path: Path, setting: str = "model.path") -> VisualTokens | None:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from rolecall.data.continuation import Continuation
+from rolecall.data.images.tokens import VisualTokens
 from rolecall.data.tokenizer import ChatTokenizer
 
 T = TypeVar("T")
@@ -19,10 +20,14 @@ T = TypeVar("T")
 class PromptThread:
     """A thread that makes prompts."""
 
-    def __init__(self, tokenizer: ChatTokenizer, max_model_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: ChatTokenizer, max_model_tokens: int, visual_tokens: VisualTokens | None = None
+    ) -> None:
+        """`visual_tokens`: those of images that prompts may show; None: prompts are text."""
+        self.visual_tokens = visual_tokens
         self.tokenizer = tokenizer.twin()
         """A copy of the run's that is used in the thread alone."""
-        self.continuation = Continuation(self.tokenizer, max_model_tokens)
+        self.continuation = Continuation(self.tokenizer, max_model_tokens, visual_tokens)
         """The continuation of conversations by that tokenizer, used in the thread alone."""
         self._pool = ThreadPoolExecutor(1, "prompts")
 

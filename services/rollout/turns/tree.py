@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from rolecall.data.continuation import ChatMessage, Continuation, Tools
+from rolecall.data.images.files import text_of
 from rolecall.errors import EpisodeLostError
 from rolecall.trajectory import turn_seed
 from rolecall.v1 import trajectory_pb2
@@ -99,15 +100,22 @@ class Tree:
     """The turns of one episode. Used from one event loop."""
 
     def __init__(
-        self, first: SampleRequest, continuation: Continuation, max_row_tokens: int, num_own_messages: int = 0
+        self,
+        first: SampleRequest,
+        continuation: Continuation,
+        max_row_tokens: int,
+        num_own_messages: int = 0,
+        image_tokens: Sequence[int] = (),
     ) -> None:
-        """`first` is the request for a single response; its prompt is not used. `max_row_tokens`: most tokens of all
-        segments together, at least those of one. The first `num_own_messages` of a conversation are the run's own.
+        """`first` is the request for a single response; its prompt is not used, but for its images. `max_row_tokens`:
+        most tokens of all segments together, at least those of one. The first `num_own_messages` of a conversation are
+        the run's own, and show images of as many tokens as `image_tokens` says.
         """
         self._first = first
         self._continuation = continuation
         self._max_row_tokens = max_row_tokens
         self._num_own_messages = num_own_messages
+        self._image_tokens = image_tokens
         self._turns: list[Turn] = []
         self._branches: Counter[str] = Counter()
         self.num_begun = 0
@@ -117,7 +125,7 @@ class Tree:
 
     def rendered(self, messages: Sequence[ChatMessage], tools: Tools) -> list[int]:
         """The prompt of a conversation rendered anew. InvalidInputError when the template cannot render it."""
-        return self._continuation.opening(messages, tools, self._num_own_messages)
+        return self._continuation.opening(messages, tools, self._num_own_messages, self._image_tokens)
 
     def after(
         self,
@@ -132,7 +140,8 @@ class Tree:
         """
         heard = messages[len(turn.prompt.messages) + 1 :]
         said = [message for each in turn.path() for message in (*each.heard, each.told)]
-        added = self._continuation.ids(turn.token_ids, shown or [*said, *heard], len(heard), tools)
+        conversation, num_images = shown or [*said, *heard], len(self._image_tokens)
+        added = self._continuation.ids(turn.token_ids, conversation, len(heard), tools, num_images)
         if added is None:
             ids = self.rendered(shown or messages, tools)
             return TurnPrompt(None, tuple(messages), ids, turn.prompt.longest, "template")
@@ -151,7 +160,8 @@ class Tree:
         sampling.CopyFrom(first.sampling)
         sampling.max_tokens = max_tokens
         seed = turn_seed(first.seed, number)
-        return number, SampleRequest(f"{first.request_id}.{number}", tuple(prompt.token_ids), sampling, seed)
+        name = f"{first.request_id}.{number}"
+        return number, SampleRequest(name, tuple(prompt.token_ids), sampling, seed, first.images)
 
     def sampled(self, number: int, prompt: TurnPrompt, response: Response, text: str) -> Turn:
         """The turn that was asked for as `number` is there."""
@@ -265,4 +275,4 @@ def _num_sampled(turns: Iterable[Turn]) -> int:
 
 
 def _plain(messages: Sequence[ChatMessage]) -> list[trajectory_pb2.Message]:
-    return [trajectory_pb2.Message(role=each["role"], content=each["content"]) for each in messages]
+    return [trajectory_pb2.Message(role=each["role"], content=text_of(each["content"])) for each in messages]

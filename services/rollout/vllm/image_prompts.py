@@ -53,7 +53,7 @@ class ImagePrompts:
     async def _made(self, files: Sequence[bytes], ids: Sequence[int], num_loads: int) -> Any:
         images, names = await asyncio.to_thread(_opened, files)
         prompt = TokensPrompt(
-            prompt_token_ids=collapsed(ids, self._token_id),
+            prompt_token_ids=collapsed(ids, self._token_id, len(files)),
             multi_modal_data={"image": images},
             multi_modal_uuids={"image": [f"{name}/{num_loads}" for name in names]},
             cache_salt=str(num_loads),
