@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ def picture(width: int, height: int, seed: int = 0, kind: str = "PNG") -> bytes:
     return file.getvalue()
 
 
-def write_seeing(path: Path, **processor: Any) -> Path:
+def write_seeing(path: Path, more: Mapping[str, Any] = {}, **processor: Any) -> Path:
     """The JSON files of a model of text and images, its tokenizer and image processor: a token of an image is 8 x 8
-    pixels, and an image is scaled to between 1 and 64 of them. Returns `path`.
+    pixels, and an image is scaled to between 1 and 64 of them. `more` is merged over config.json, `processor` over the
+    processor's. Returns `path`.
     """
     path.mkdir(parents=True, exist_ok=True)
     config = {
@@ -32,6 +34,7 @@ def write_seeing(path: Path, **processor: Any) -> Path:
         "image_token_id": PAD,
         "vision_config": {"patch_size": 4, "spatial_merge_size": 2},
         "text_config": {"max_position_embeddings": 512, "vocab_size": 288},
+        **more,
     }
     whole = {
         "image_processor_type": "Qwen2VLImageProcessor",

@@ -1,7 +1,7 @@
 """Holds the packages of the light image to what its roles do with them, after all else was taken away.
 
-Reads Parquet, judges mathematics, makes clients of S3 and of a server, a key of a certificate, an event of TensorBoard
-and a tokenizer. The build runs it, and fails where it fails.
+Reads Parquet and pictures, judges mathematics, makes clients of S3 and of a server, a key of a certificate, an event of
+TensorBoard and a tokenizer. The build runs it, and fails where it fails.
 """
 
 import math
@@ -18,6 +18,7 @@ import rich.table
 import s3fs
 from cryptography.hazmat.primitives.asymmetric import ec
 from math_verify import parse, verify
+from PIL import Image
 from pyarrow import ArrowInvalid, Table, parquet
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -50,6 +51,10 @@ def check(folder: Path) -> None:
         pass
     else:
         raise AssertionError("Arrow read what is not Parquet")
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"):
+        Image.new("RGB", (3, 2), "red").save(folder / "picture", kind)
+        with Image.open(folder / "picture") as picture:
+            assert picture.convert("RGB").size == (3, 2), kind
     for gold, answer in EQUAL:
         assert verify(parse(gold), parse(answer)), gold
     assert not verify(parse("$3$"), parse("$4$"))

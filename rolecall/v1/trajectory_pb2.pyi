@@ -176,7 +176,7 @@ class Prompt(_message.Message):
     """What a scorer compares with; empty when the data set has none."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
-        """The conversation that was rendered; one user message for a plain-text prompt."""
+        """The conversation that was rendered; one user message for a plain-text prompt. Where it shows an image its text says "<image>"."""
 
     @_builtins.property
     def metadata(self) -> _struct_pb2.Struct:

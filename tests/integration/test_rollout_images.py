@@ -16,8 +16,9 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from rolecall.columns import IMAGES
 from rolecall.data.images.files import open_image
 from rolecall.data.images.tokens import read_visual_tokens
+from rolecall.settings import LoraSection
 from rolecall.trajectory import SAMPLED_COLUMNS, rows_of
-from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.v1 import rollout_pb2, trajectory_pb2, weights_pb2
 from rolecall.wire import Array, decode_tensor
 from tests.integration.rollout_process import PROBE, RolloutProcess, group, rollout_process
 from tests.pictures import picture
@@ -191,3 +192,27 @@ def test_groups_kept_over_a_publish_see_their_images_by_the_weights_that_they_go
                 expected = seen.logprobs(version, ids, files, temperature=1.5)
                 assert np.abs(row["rollout_logprobs"] - expected)[new].max() < MAX_GAP
     assert num_mixed > 0, "no response was under way over the publish"
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_adapters_of_the_language_model_answer_what_the_base_s_tower_sees(family: VisionFamily, tmp_path: Path) -> None:
+    lora, generator = LoraSection(rank=4, alpha=12.0), torch.Generator().manual_seed(0)
+    path = write_vision(tmp_path / "model", family)
+    sections: dict[str, Any] = {"data": {"images_field": "images"}, "actor": {"lora": lora.model_dump()}}
+    with rollout_process(tmp_path, path, auto_class=AutoModelForImageTextToText, **sections) as running:
+        seen, adapters = Seen(running, [path, path]), []
+        for name, module in seen.models[1].named_modules():
+            if "language_model.layers" in name and name.rpartition(".")[2] in lora.target_modules:
+                down = torch.randn(lora.rank, module.in_features, generator=generator) * 0.2
+                up = torch.randn(module.out_features, lora.rank, generator=generator) * 0.2
+                module.weight.data += lora.alpha / lora.rank * (up @ down)
+                half = f"base_model.model.{name}.lora_"
+                adapters += [(f"{half}A.weight", down), (f"{half}B.weight", up)]
+        running.adapter = weights_pb2.LoraAdapter(rank=lora.rank, alpha=lora.alpha)
+        running.weights = sorted(adapters)
+        running.open_epoch()
+        running.publish()
+        prompt = seen.prompt([picture(36, 20, 0), picture(32, 32, 1)])
+        responses = seen.generate(prompt)
+        assert seen.gap(1, prompt, responses) < MAX_GAP
+        assert seen.gap(0, prompt, responses) > 0.1

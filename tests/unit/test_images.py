@@ -1,5 +1,6 @@
 """Images in prompts: read from rows, counted as the library counts them, refused by line and field."""
 
+import importlib.util
 import io
 import json
 from collections.abc import Callable
@@ -15,18 +16,21 @@ from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ValidationError
 
+from rolecall.commands.check import check
 from rolecall.data.dataset import RawPrompt, load_prompts
+from rolecall.data.engine_limits import check_engine
 from rolecall.data.images.files import MAX_BYTES, open_image
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.images.tokens import VisualTokens, collapsed, read_visual_tokens, require_visual_tokens
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
-from rolecall.settings import DataSection, RewardSection, RunSettings
+from rolecall.settings import DataSection, RewardSection, RunSettings, load_settings
 from rolecall.v1 import trajectory_pb2
 from services.controller.groups.prompts import PromptRenderer, PromptSequence
 from services.controller.publish.probe import make_probe
 from tests.pictures import END, PAD, START, picture, write_seeing
 from tests.tiny_tokenizer import write_tokenizer
+from tests.twins.launched import write_light_config
 from tests.unit.test_controller_prompts import write
 
 ELSEWHERE = RewardSection(address="scorer:1")
@@ -299,3 +303,42 @@ def test_images_are_a_column_of_their_bytes() -> None:
     column = np.frombuffer(trajectory_pb2.Images(files=files).SerializeToString(), np.uint8)
     assert list(trajectory_pb2.Images.FromString(column.tobytes()).files) == files
     assert trajectory_pb2.Images().ByteSize() == 0
+
+
+def test_check_tells_what_prompts_show_and_names_the_line_of_a_broken_file(tmp_path: Path) -> None:
+    config = write_light_config(tmp_path)
+    write_seeing(tmp_path / "model", {"eos_token_id": 2, "architectures": ["Qwen2_5_VLForConditionalGeneration"]})
+    for name, file in (("a.png", picture(36, 20)), ("b.png", b"x" * 500)):
+        (tmp_path / name).write_bytes(file)
+
+    def told(*names: str) -> str:
+        rows = [{"prompt": "<image>?", "images": [name], "ground_truth": "4"} for name in names]
+        write(tmp_path / "train.jsonl", *rows)
+        out = io.StringIO()
+        check(load_settings(config, ["data.images_field=images", "data.max_prompt_tokens=64"]), out)
+        return out.getvalue()
+
+    whole = told("a.png", "a.png")
+    assert "they show 2 images (data.images_field), those of one prompt up to 8 of its tokens and 0.0 MiB" in whole
+    assert "its images 0.0 MiB, kept in every row" in whole
+    assert "<|vision_start|><|image_pad|><|vision_end|>?" in whole, "the first prompt as the template shows it"
+    assert "train.jsonl, line 2: an image cannot be read (UnidentifiedImageError" in told("a.png", "b.png")
+    write_seeing(tmp_path / "model", {"model_type": "qwen3"})
+    assert "data.images_field: model.path" in told("a.png")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is here")
+def test_a_rollout_that_sees_is_refused_where_torchvision_is_not(
+    tmp_path: Path, make_settings: Callable[..., RunSettings]
+) -> None:
+    model = {"path": str(write_seeing(tmp_path / "model"))}
+    with pytest.raises(ConfigError, match="is a model of text and images, whose processor in vLLM needs torchvision"):
+        check_engine(make_settings(model=model))
+
+
+@pytest.mark.parametrize("name", ["mm_processor_cache_gb", "mm_processor_kwargs", "mm_device_do_normalize"])
+def test_an_argument_that_would_change_what_is_seen_is_refused(
+    make_settings: Callable[..., RunSettings], name: str
+) -> None:
+    with pytest.raises(ValidationError, match=f"{name}: "):
+        make_settings(rollout={"engine": {name: 1}})

@@ -10,7 +10,6 @@ that come together, as a group's do, share what is made for the first. It is kep
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -61,9 +60,10 @@ class ImagePrompts:
         )
         try:
             # bounded: by generation_timeout_s of whoever asks
-            made = await self._renderer.process_for_engine_async(prompt, time.time())
+            made = await self._renderer.process_for_engine_async(prompt, arrival_time=0.0)
         except ValueError as error:
             raise GenerationError(f"vLLM cannot take a prompt with {len(files)} images: {error}") from error
+        del made["arrival_time"]  # each request has its own, by which vLLM's queue has an order
         given = made["prompt_token_ids"]
         if given != list(ids):
             raise GenerationError(
