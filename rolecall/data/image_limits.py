@@ -21,6 +21,11 @@ def check_images(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         _check_others(settings)
     if not sees_images(path):
         return
+    if settings.model.dtype == "float16":
+        raise ConfigError(
+            f"model.dtype float16: model.path {path} is a model of text and images, whose rollouts and vision towers "
+            "were not tried in it; set bfloat16"
+        )
     why = "as adapters are of the language model alone" if settings.actor.lora is not None else "as it is asked to"
     if settings.data.images_field is None:
         why = "as prompts show no images (data.images_field)"

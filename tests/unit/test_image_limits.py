@@ -75,6 +75,11 @@ def test_a_tower_to_freeze_must_be_there(make_settings: MakeSettings, text: Path
         lines(settings)
 
 
+def test_float16_is_refused(make_settings: MakeSettings, vision: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.dtype float16: model.path \S+ is a model of text and images"):
+        lines(shown(make_settings, vision, model={"dtype": "float16"}))
+
+
 def test_critics_and_references_must_see_what_the_policy_sees(
     make_settings: MakeSettings, vision: Path, text: Path, tmp_path: Path
 ) -> None:

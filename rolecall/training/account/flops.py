@@ -9,7 +9,8 @@ The model runs once forward and once backward on the meta device under torch's F
 every matrix multiplication it makes is counted, whatever the architecture (experts, shared experts, latent attention):
 no table of names and no reading of configurations. Attention's scores are left out of that count and come from the
 shapes and sliding windows that each layer hands to packed attention: they alone are not linear in the length.
-Recurrent layers tell what their rule costs.
+Recurrent layers tell what their rule costs. A vision tower is traced by itself: what it costs depends on images, which
+are not known when work is planned, so it counts for MFU and balances nothing.
 
 What counts is what the mathematics needs: a multiplication and an addition are 2; a causal query meets the keys up to
 itself and not the whole square; the head runs on scored tokens; a backward pass has no product for a frozen weight;

@@ -118,8 +118,8 @@ def base_digest(files: ModelFiles, section: LoraSection) -> str:
 
 
 def check_names(hf: PreTrainedModel, files: ModelFiles, conversion: Conversion, setting: str) -> None:
-    """ConfigError when a matrix that has an adapter in `hf` is no tensor in the model directory, by its name or by what
-    transformers renames that to: a merge looks for it there. `setting` is the adapters' section's.
+    """ConfigError when a matrix that has an adapter in `hf` is no tensor in the model directory: a merge looks for it
+    there, by that name or by what transformers renames it to. `setting` is the adapters' section's.
     """
     matrices = [name.replace(_DOWN, ".weight") for name, _ in hf.named_parameters() if name.endswith(_DOWN)]
     held = {name for stored, name in parameter_names(hf, conversion).items() if stored in files}

@@ -91,8 +91,7 @@ async def test_segments_of_a_row_show_its_images_each(
     store: StoreUnderTest, make_run: MakeRun, batches: ShownBatches
 ) -> None:
     batches.num_segments = 2
-    settings = make_run(environment={"address": "127.0.0.1:1", "max_row_tokens": 200})
-    async with served_actor(settings, store) as (_, actor):
+    async with served_actor(make_run(), store) as (_, actor):
         rows = [row for group in batches.sampled(3) for row in group.rows]
         await actor.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows), timeout=60)
     for read in store.rows.read(rows, ["old_logprobs", "rollout_logprobs"]):
