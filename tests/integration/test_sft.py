@@ -120,6 +120,16 @@ def test_it_says_what_it_does_and_how_to_go_on(whole: tuple[Path, str]) -> None:
     assert sorted(metrics_of(config, "sft/loss")) == list(range(1, NUM_STEPS + 1))
 
 
+def test_one_that_is_done_is_well_where_nobody_reads_what_it_says(whole: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(whole[0].parent, tmp_path / "job")
+    reader, writer = os.pipe()
+    os.close(reader)
+    again = command(tmp_path / "job" / whole[0].name, "--resume")
+    answer = subprocess.run(again, stdout=writer, stderr=subprocess.PIPE, timeout=300)
+    os.close(writer)
+    assert (answer.returncode, answer.stderr) == (0, b"")
+
+
 def test_its_checkpoint_becomes_the_model_of_a_run(whole: tuple[Path, str], data: Path) -> None:
     config, _ = whole
     weights = exported(config)

@@ -161,8 +161,8 @@ def test_children_have_a_stream_that_the_caller_closed() -> None:
     child = "import sys; sys.exit(0 if sys.stdout and sys.stderr else 3)"
     ours = f"""
 import subprocess, sys
-from rolecall.commands import cli
-cli._open_streams()
+from rolecall import terminal
+terminal.open_streams()
 sys.exit(subprocess.run([sys.executable, "-c", {child!r}]).returncode)
 """
     for closed in (">&-", "2>&-", ">&- 2>&-"):
