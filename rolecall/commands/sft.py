@@ -72,11 +72,13 @@ def require(settings: SftSettings) -> None:
 
 def sft(settings: SftSettings, *, resume: bool) -> int:
     """Runs `settings` to its end; 0. RoleCallError says what its ranks failed of."""
+    say("starting  checking the model and the examples\n")
     require(settings)
     lock = prepare_run_dir(settings, resume=resume)
     try:
         settle(settings)
         worker = _plan(settings, resume)
+        say(f"starting  the ranks, whose log is {worker.log}\n")
         code = _run(worker)
         if code == 0:
             say(
