@@ -34,7 +34,9 @@ CAUSE_TIMEOUT_S = 2.0
 """Deadline of the call that asks why nobody answered; a connection that fails says so at once."""
 
 _IDEMPOTENT = ("rolecall.v1.RewardService/Score", "rolecall.v1.RewardService/Describe")
-"""Repeated on another replica when one dies in a call."""
+"""Repeated by gRPC, at once and on another replica, when one of our own service dies in a call. Towards others the
+attempts are counted (reward.proto), and retries.py alone makes them.
+"""
 
 
 class RewardClient:
@@ -209,15 +211,15 @@ def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[
     """The controller's client of the run's reward service at `address`, and the channel to close after it. ConfigError
     for an unreadable token or roots.
     """
-    token = token_of(section.bearer_token_file)
+    token, ours = token_of(section.bearer_token_file), bool(section.components)
     channel = open_channel(
         address,
         rpc,
-        idempotent=_IDEMPOTENT,
+        idempotent=_IDEMPOTENT if ours else (),
         tls=True if section.tls else None,
         bearer_token=token,
         ca_file=None if section.ca_file == "system" else section.ca_file,
-        ours=bool(section.components),
+        ours=ours,
     )
     client = RewardClient(
         channel,
@@ -225,7 +227,7 @@ def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[
         address=address,
         timeout_s=section.timeout_s,
         max_attempts=section.max_attempts,
-        is_foreign=not section.components,
+        is_foreign=not ours,
         is_joint=True,
         is_whole=True,
     )
@@ -240,7 +242,6 @@ def open_external(
     channel = open_channel(
         scorer.address,
         rpc,
-        idempotent=_IDEMPOTENT,
         tls=scorer.tls,
         bearer_token=token,
         ca_file=None if scorer.ca_file == "system" else scorer.ca_file,

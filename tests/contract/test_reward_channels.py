@@ -1,0 +1,96 @@
+"""How scorers are connected to: how often a call is made, how often a connection is pinged, and how much goes through,
+of our own reward service and of somebody else's.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from rolecall.errors import UnavailableError
+from rolecall.scoring.client import RewardClient, open_client, open_external
+from rolecall.scoring.scores import Failure
+from rolecall.settings import ExternalScorer, RewardSection, RpcSection
+from tests.contract.reward_peers import COMPONENT, Liar, items_of, serving
+from tests.waiting import until
+
+Opened = tuple[RewardClient, grpc.aio.Channel]
+OURS = {"components": {"correct": COMPONENT.validate_python({"scorer": {"kind": "exact_match"}})}}
+
+
+def whole(address: str, timeout_s: float = 20.0, max_attempts: int = 3) -> Opened:
+    """A whole reward of somebody else's."""
+    section = RewardSection(address=address, timeout_s=timeout_s, max_attempts=max_attempts)
+    return open_client(section, address, RpcSection())
+
+
+def ours(address: str, timeout_s: float = 20.0, max_attempts: int = 3) -> Opened:
+    """The run's own service."""
+    section = RewardSection(address=address, timeout_s=timeout_s, max_attempts=max_attempts, **OURS)
+    return open_client(section, address, RpcSection())
+
+
+def component(address: str, timeout_s: float = 20.0, max_attempts: int = 3) -> Opened:
+    """An external scorer as a component."""
+    return open_external(
+        "it", ExternalScorer(address=address), RpcSection(), timeout_s=timeout_s, max_attempts=max_attempts
+    )
+
+
+@pytest.mark.parametrize("opened", [whole, component])
+async def test_a_call_to_somebody_elses_scorer_is_made_max_attempts_times_and_no_more(
+    opened: Callable[..., Opened],
+) -> None:
+    liar = Liar()
+
+    def fail() -> None:
+        raise UnavailableError("overloaded")
+
+    liar.fail = fail
+    async with serving(liar) as address:
+        client, channel = opened(address, max_attempts=2)
+        (failure,) = await client.score(items_of("a"))
+        await channel.close()
+    assert isinstance(failure, Failure)
+    assert (failure.code, failure.retryable, len(liar.requests)) == ("UNAVAILABLE", True, 2)
+
+
+@asynccontextmanager
+async def silent_server() -> AsyncIterator[tuple[str, list[asyncio.StreamWriter]]]:
+    """A server that takes HTTP/2 connections, which it notes, and says nothing more, to pings neither."""
+    connections: list[asyncio.StreamWriter] = []
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        writer.write(b"\0\0\0\4\0\0\0\0\0")  # SETTINGS
+        await reader.read()  # bounded: by the test, which closes the channel
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    try:
+        yield f"{host}:{port}", connections
+    finally:
+        for writer in connections:
+            writer.close()
+        server.close()
+
+
+@pytest.mark.parametrize(("opened", "is_pinged"), [(ours, True), (whole, False), (component, False)])
+async def test_our_own_service_is_pinged_and_given_up_when_it_hangs_and_somebody_elses_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Opened], is_pinged: bool
+) -> None:
+    monkeypatch.setattr("rolecall.rpc.options.KEEPALIVE_S", 0.3)
+    monkeypatch.setattr("rolecall.rpc.options.KEEPALIVE_TIMEOUT_S", 0.3)
+    async with silent_server() as (address, connections):
+        client, channel = opened(address)
+        describing = asyncio.create_task(client.describe())
+        if is_pinged:
+            await until(lambda: len(connections) > 1)  # the first was given up
+        else:
+            await asyncio.sleep(3.0)
+            assert len(connections) == 1
+            assert not describing.done()
+        describing.cancel()
+        await channel.close()
