@@ -22,14 +22,12 @@ from rolecall.scoring.joint import JointCalls
 from rolecall.scoring.peer import Peer
 from rolecall.scoring.retries import with_retries
 from rolecall.scoring.scores import Failure, Outcome, change_of, spec_gaps, spec_problem
-from rolecall.settings import ExternalScorer, RewardSection, RpcSection, taken_names
+from rolecall.settings import FEW_CALLS, ControllerSection, ExternalScorer, RewardSection, RpcSection, taken_names
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-MAX_CONCURRENT_CALLS = 8
-"""Bound on the requests of one client under way; further ones wait, within their caller's deadline."""
 CAUSE_TIMEOUT_S = 2.0
 """Deadline of the call that asks why nobody answered; a connection that fails says so at once."""
 
@@ -50,13 +48,15 @@ class RewardClient:
         address: str,
         timeout_s: float,
         max_attempts: int,
+        max_calls: int = FEW_CALLS,
         is_foreign: bool = False,
         hedge_after_s: float | None = None,
         is_joint: bool = False,
         is_whole: bool = False,
     ) -> None:
         """`name` and `address` name the scorer in messages; `timeout_s` is the deadline of one call and `max_attempts`
-        the tries per call and per item. is_foreign: somebody else wrote it, so that gaps in its description are told.
+        the tries per call and per item. max_calls: bound on the requests under way; further ones wait, within their
+        caller's deadline. is_foreign: somebody else wrote it, so that gaps in its description are told.
         hedge_after_s: a Score call that takes longer is made a second time, and whichever answers first counts.
         is_joint: what waits may go together (joint.py); ids must then be unique among all that is scored.
         is_whole: it is the run's reward and not a component of it, so that its components are metrics of their own.
@@ -72,10 +72,10 @@ class RewardClient:
         self._first: reward_pb2.DescribeResponse | None = None
         """What it said first; what gives its numbers their meaning must not change after that."""
         self._asking: asyncio.Task[reward_pb2.DescribeResponse] | None = None
-        self._calls = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+        self._calls = asyncio.Semaphore(max_calls)
         self._peer = Peer(name=name, address=address, timeout_s=timeout_s, hedge_after_s=hedge_after_s)
         self._meter = ScorerMeter(name)
-        self._once = JointCalls(self._attempt, MAX_CONCURRENT_CALLS).score if is_joint else self._attempt
+        self._once = JointCalls(self._attempt, max_calls, timeout_s).score if is_joint else self._attempt
         self._is_undescribed = False
         """Whether `trouble` is that it does not describe itself."""
 
@@ -227,6 +227,7 @@ def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[
         address=address,
         timeout_s=section.timeout_s,
         max_attempts=section.max_attempts,
+        max_calls=ControllerSection.max_score_calls if ours else FEW_CALLS,
         is_foreign=not ours,
         is_joint=True,
         is_whole=True,
@@ -253,6 +254,7 @@ def open_external(
         address=scorer.address,
         timeout_s=timeout_s,
         max_attempts=max_attempts,
+        max_calls=scorer.max_calls,
         is_foreign=True,
         hedge_after_s=scorer.hedge_after_s,
     )

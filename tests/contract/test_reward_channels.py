@@ -12,7 +12,8 @@ import pytest
 from rolecall.errors import UnavailableError
 from rolecall.scoring.client import RewardClient, open_client, open_external
 from rolecall.scoring.scores import Failure
-from rolecall.settings import ExternalScorer, RewardSection, RpcSection
+from rolecall.settings import FEW_CALLS, ControllerSection, ExternalScorer, RewardSection, RpcSection
+from rolecall.v1 import reward_pb2
 from tests.contract.reward_peers import COMPONENT, Liar, items_of, serving
 from tests.waiting import until
 
@@ -55,6 +56,28 @@ async def test_a_call_to_somebody_elses_scorer_is_made_max_attempts_times_and_no
         await channel.close()
     assert isinstance(failure, Failure)
     assert (failure.code, failure.retryable, len(liar.requests)) == ("UNAVAILABLE", True, 2)
+
+
+def component_of_20(address: str) -> Opened:
+    scorer = ExternalScorer(address=address, num_calls=20)
+    return open_external("it", scorer, RpcSection(), timeout_s=20.0, max_attempts=3)
+
+
+@pytest.mark.parametrize(
+    ("opened", "num_calls"),
+    [(ours, ControllerSection.max_score_calls), (whole, FEW_CALLS), (component, FEW_CALLS), (component_of_20, 20)],
+)
+async def test_a_slow_scorer_is_called_as_often_at_a_time_as_it_may_be(
+    opened: Callable[..., Opened], num_calls: int
+) -> None:
+    liar = Liar()
+    liar.fail = lambda: asyncio.sleep(0.2)
+    groups = [[reward_pb2.ScoreItem(id=f"{gid}/0", group=str(gid))] for gid in range(160)]
+    async with serving(liar) as address:
+        client, channel = opened(address)
+        await asyncio.gather(*(client.score(group) for group in groups))
+        await channel.close()
+    assert liar.most_at_once == num_calls
 
 
 @asynccontextmanager
