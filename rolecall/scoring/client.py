@@ -16,6 +16,7 @@ import grpc
 from rolecall.errors import DeadlineError, RateLimitedError, RoleCallError, ScorerError
 from rolecall.rpc import deadlines
 from rolecall.rpc.channel import open_channel
+from rolecall.rpc.options import MAX_GROUP_BYTES
 from rolecall.rpc.tls import token_of
 from rolecall.scoring.exchange import believed, cut, only
 from rolecall.scoring.joint import JointCalls
@@ -220,6 +221,7 @@ def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[
         bearer_token=token,
         ca_file=None if section.ca_file == "system" else section.ca_file,
         ours=ours,
+        max_message_bytes=MAX_GROUP_BYTES,
     )
     client = RewardClient(
         channel,
@@ -247,6 +249,7 @@ def open_external(
         bearer_token=token,
         ca_file=None if scorer.ca_file == "system" else scorer.ca_file,
         ours=False,
+        max_message_bytes=MAX_GROUP_BYTES,
     )
     client = RewardClient(
         channel,

@@ -3,17 +3,22 @@ of our own reward service and of somebody else's.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from rolecall.errors import UnavailableError
+from rolecall.reward import Item, Score, Scorer, all_at_once, description, new_server
+from rolecall.rpc.options import MAX_GROUP_BYTES
 from rolecall.scoring.client import RewardClient, open_client, open_external
 from rolecall.scoring.scores import Failure
 from rolecall.settings import FEW_CALLS, ControllerSection, ExternalScorer, RewardSection, RpcSection
 from rolecall.v1 import reward_pb2
+from services.reward.config import RewardSettings
 from tests.contract.reward_peers import COMPONENT, Liar, items_of, serving
 from tests.waiting import until
 
@@ -78,6 +83,59 @@ async def test_a_slow_scorer_is_called_as_often_at_a_time_as_it_may_be(
         await asyncio.gather(*(client.score(group) for group in groups))
         await channel.close()
     assert liar.most_at_once == num_calls
+
+
+def judge(scope: str, template: str) -> dict[str, Any]:
+    verdicts = {"good": 1, "bad": 0} if scope == "item" else {}
+    rubric = {"model": "m", "scope": scope, "template": template, "verdicts": verdicts}
+    return {"kind": "judge", "address": "http://h:1/v1", "rubric": rubric}
+
+
+def large_group(num_bytes: int) -> list[reward_pb2.ScoreItem]:
+    return [
+        reward_pb2.ScoreItem(id=f"7/{i}", group="7", response_text="x" * (num_bytes // 64), num_response_tokens=1)
+        for i in range(64)
+    ]
+
+
+@pytest.mark.parametrize("opened", [ours, whole, component])
+async def test_a_group_that_is_scored_whole_is_sent_beyond_the_size_of_other_messages_and_not_without_a_bound(
+    opened: Callable[..., Opened],
+) -> None:
+    def total(items: Sequence[Item]) -> list[float]:
+        return [float(len(items))] * len(items)
+
+    spec = description("total", (0, 64), ("response_text",), {}, token_rewards=False, max_items=1, whole_groups=True)
+    server = new_server(Scorer(spec, all_at_once(total, spec)), "127.0.0.1:0", RpcSection())
+    client, channel = opened(await server.start(), 60.0)
+    assert await client.score(large_group(MAX_GROUP_BYTES - 2**20)) == [Score(64.0)] * 64
+    failure, *_ = await client.score(large_group(MAX_GROUP_BYTES + 2**20))
+    await channel.close()
+    await server.drain(0.0)
+    assert isinstance(failure, Failure)
+    assert (failure.code, failure.retryable) == ("EXHAUSTED", False)
+    assert "larger than max" in failure.message
+    assert failure.message.endswith("send less in a message, or raise the limit of the side that refused it")
+
+
+@pytest.mark.parametrize(
+    ("scorer", "may_compare"),
+    [
+        ({"kind": "exact_match"}, False),
+        ({"kind": "function", "target": "m:f", "scope": "batch"}, False),
+        ({"kind": "function", "target": "m:f", "scope": "group"}, True),
+        ({"kind": "external", "address": "h:1"}, True),
+        ({"kind": "trl", "address": "http://h:1"}, False),
+        (judge("item", "{{ response }}"), False),
+        (judge("group", "{{ first }} {{ second }}"), True),
+    ],
+)
+def test_our_service_takes_large_groups_where_a_component_may_compare(
+    scorer: dict[str, Any], may_compare: bool
+) -> None:
+    parts = {"exact": COMPONENT.validate_python({"scorer": {"kind": "exact_match"}})}
+    parts["it"] = COMPONENT.validate_python({"scorer": scorer})
+    assert RewardSettings("127.0.0.1:0", parts, 1, Path(), 1.0).may_compare == may_compare
 
 
 @asynccontextmanager
