@@ -5,13 +5,20 @@ at one group never share a row, and what a zombie writes nobody reads. A group's
 before its group is committed, with an expiry that is lifted after it; columns that come later are written once (a
 repeated or second writer changes nothing) and never into a row that is gone.
 
-Bounds: what the controller admits, in bytes; rows nobody committed expire. Calls carry at most CHUNK_ROWS rows and
-about CHUNK_BYTES each.
+Columns with which a row is larger than a call, as those of many numbers a token, lie in parts: fields
+`part:<digest>:<i>`, written first. The field named as the column then holds their digest and number, and is written
+with the row's others at once: a column is there as a whole or not at all, and never of two writers. Parts of a writer
+that was cut short or came second are nobody's, and go with their row.
+
+Bounds: what the controller admits, in bytes; rows nobody committed expire. Calls carry at most CHUNK_ROWS rows or parts
+and about CHUNK_BYTES each.
 """
 
+import hashlib
+import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
 from rolecall.columns import column
 from rolecall.errors import RowMissingError
@@ -23,10 +30,17 @@ from rolecall.wire import Array
 
 T = TypeVar("T")
 
+_Fields: TypeAlias = Mapping[str, bytes | memoryview]
+
 CHUNK_ROWS = 256
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 2**20
+"""Small enough for a socket's timeout where many write at once through a slow link: 0.2 MB/s for each will do. And the
+server does nothing else while it runs a call and brings it to its disk.
+"""
 _WIDTH = 256
 """A guess at the numbers of one token in a wide column, to cut reads into chunks."""
+_PARTS = struct.Struct("<16sI")
+"""What a field holds in place of its column: the digest of its bytes and the number of its parts."""
 
 
 class Rows:
@@ -62,8 +76,7 @@ class Rows:
             {**_encoded(ref, mapping), META: meta.SerializeToString()}
             for ref, mapping, meta in zip(refs, columns, metas, strict=True)
         ]
-        for keys, values in self._chunks(refs, fields):
-            self._call("stage", keys, [expiry_s, *values])
+        self._write("stage", [expiry_s], refs, fields)
 
     def persist(self, refs: Sequence[RowRef]) -> None:
         """Lifts the expiry of rows whose group is committed. RowMissingError when one is gone; none of its chunk is
@@ -73,7 +86,7 @@ class Rows:
         after a row was freed, and staged again by a worker that was expelled, keeps that row for ever; the audit names
         it.
         """
-        for keys, _ in self._chunks(refs, [{}] * len(refs)):
+        for keys, _ in self._chunks([(ref, {}) for ref in refs]):
             self._call("persist", keys, [])
 
     def read(
@@ -88,14 +101,19 @@ class Rows:
         ]
 
     def read_with_meta(
-        self, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str] = ()
+        self,
+        refs: Sequence[RowRef],
+        columns: Sequence[str],
+        optional: Sequence[str] = (),
+        progressed: Callable[[], None] = lambda: None,
     ) -> tuple[list[dict[str, Array]], list[TrajectoryMeta]]:
-        """Returns what `read` and `read_meta` answer, in the round trips of one."""
+        """Returns what `read` and `read_meta` answer, in one pass. `progressed` is called after each row."""
         names = [*columns, *optional]
         rows, metas = [], []
         for ref, (meta, *values) in zip(refs, self._fields(refs, [META, *names]), strict=True):
             rows.append(_decoded(ref, columns, names, values))
             metas.append(_meta(ref, meta))
+            progressed()
         return rows, metas
 
     def read_meta(self, refs: Sequence[RowRef]) -> list[TrajectoryMeta]:
@@ -106,14 +124,19 @@ class Rows:
         """Whether every row of `refs` is there with the column `name`."""
         return all(self._connection.pipeline([("HEXISTS", self._key(ref), name) for ref in refs]))
 
-    def put(self, refs: Sequence[RowRef], columns: Sequence[Mapping[str, Array]]) -> int:
+    def put(
+        self,
+        refs: Sequence[RowRef],
+        columns: Sequence[Mapping[str, Array]],
+        progressed: Callable[[], None] = lambda: None,
+    ) -> int:
         """Writes columns into existing rows, once: a column that is there stays as it was. Returns how many rows had
-        all of theirs before.
+        all of theirs before. `progressed` is called after each call.
 
-        RowMissingError when a row is gone; nothing of its chunk is written then.
+        RowMissingError when a row is gone; no column of its chunk is written then.
         """
         fields = [_encoded(ref, mapping) for ref, mapping in zip(refs, columns, strict=True)]
-        return sum(self._call("put_columns", keys, values) for keys, values in self._chunks(refs, fields))
+        return self._write("put_columns", [], refs, fields, progressed)
 
     def delete(self, refs: Sequence[RowRef]) -> None:
         """Deletes rows; those that are gone are passed over."""
@@ -124,6 +147,35 @@ class Rows:
     def _key(self, ref: RowRef) -> str:
         return f"{{rl:{self._run}:{ref.shard}}}:row:{ref.id}:{ref.token}"
 
+    def _write(
+        self,
+        script: str,
+        head: Sequence[int],
+        refs: Sequence[RowRef],
+        fields: Sequence[Mapping[str, bytes]],
+        progressed: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Writes `fields` by `script`, whose arguments begin with `head`. Returns the sum of what it says of the rows,
+        parts left out.
+        """
+
+        def send(items: Sequence[tuple[RowRef, _Fields]]) -> int:
+            total = 0
+            for keys, values in self._chunks(items):
+                total += self._call(script, keys, [*head, *values])
+                progressed()
+            return total
+
+        total, small = 0, list[tuple[RowRef, _Fields]]()
+        for ref, mapping in zip(refs, fields, strict=True):
+            parts, rest = _cut_up(ref, mapping)
+            if parts:
+                send([(ref, part) for part in parts])
+                total += send([(ref, rest)])
+            else:
+                small.append((ref, rest))
+        return total + send(small)
+
     def _call(self, script: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> int:
         reply = self._connection.script(script, keys, args)
         if reply[0] == b"MISSING":
@@ -132,29 +184,39 @@ class Rows:
             )
         return sum(map(int, scripts.check(reply, self._run).values))
 
-    def _chunks(
-        self, refs: Sequence[RowRef], fields: Sequence[Mapping[str, bytes]]
-    ) -> Iterator[tuple[list[str], list[str | bytes | int]]]:
+    def _chunks(self, items: Sequence[tuple[RowRef, _Fields]]) -> Iterator[tuple[list[str], list[str | bytes | int]]]:
         """Keys of one shard with the arguments of its scripts, cut to the bounds of one call.
 
         Arguments are the number of fields, then field and value of each.
         """
-        by_shard: dict[int, list[tuple[RowRef, Mapping[str, bytes]]]] = {}
-        for ref, mapping in zip(refs, fields, strict=True):
+        by_shard: dict[int, list[tuple[RowRef, _Fields]]] = {}
+        for ref, mapping in items:
             by_shard.setdefault(ref.shard, []).append((ref, mapping))
-        for items in by_shard.values():
-            for chunk in _cut(items, [sum(map(len, mapping.values())) for _, mapping in items]):
+        for own in by_shard.values():
+            for chunk in _cut(own, [sum(map(len, mapping.values())) for _, mapping in own]):
                 args: list[str | bytes | int] = []
                 for _, mapping in chunk:
                     args.append(len(mapping))
                     for name, data in mapping.items():
-                        args += [name, data]
+                        args += [name, bytes(data)]
                 yield [self._key(ref) for ref, _ in chunk], args
 
     def _fields(self, refs: Sequence[RowRef], names: Sequence[str]) -> Iterator[list[bytes | None]]:
         per_token = sum(column(name).bytes_per_token(_WIDTH) for name in names if name != META)
         for chunk in _cut(refs, [ref.num_tokens * per_token for ref in refs]):
-            yield from self._connection.pipeline([("HMGET", self._key(ref), *names) for ref in chunk])
+            found = self._connection.pipeline([("HMGET", self._key(ref), *names) for ref in chunk])
+            for ref, values in zip(chunk, found, strict=True):
+                yield [self._whole(ref, name, data) for name, data in zip(names, values, strict=True)]
+
+    def _whole(self, ref: RowRef, name: str, data: bytes | None) -> bytes | None:
+        """The column `name` whose field holds `data`, put together where it lies in parts."""
+        if data is None or len(data) != _PARTS.size or not _is_cut(ref, name):
+            return data
+        digest, num_parts = _PARTS.unpack(data)
+        parts = [self._connection.command("HGET", self._key(ref), _part(digest, index)) for index in range(num_parts)]
+        if None in parts:
+            raise _gone(ref)
+        return b"".join(parts)
 
 
 def _decoded(
@@ -180,10 +242,40 @@ def _encoded(ref: RowRef, columns: Mapping[str, Array]) -> dict[str, bytes]:
     return {name: encode_column(name, array, ref.num_tokens) for name, array in columns.items()}
 
 
+def _cut_up(ref: RowRef, fields: Mapping[str, bytes]) -> tuple[list[_Fields], _Fields]:
+    """The parts of the columns in `fields`, and the fields that are left: all, where they fit a call. A digest of what
+    a column holds names its parts, so a repetition writes the same ones.
+    """
+    if sum(map(len, fields.values())) <= CHUNK_BYTES:
+        return [], fields
+    parts, rest = list[_Fields](), dict(fields)
+    for name, data in fields.items():
+        if _is_cut(ref, name):
+            digest = hashlib.blake2b(data, digest_size=16).digest()
+            starts = range(0, len(data), CHUNK_BYTES)
+            parts += [{_part(digest, i): memoryview(data)[at : at + CHUNK_BYTES]} for i, at in enumerate(starts)]
+            rest[name] = _PARTS.pack(digest, len(starts))
+    return parts, rest
+
+
+def _is_cut(ref: RowRef, name: str) -> bool:
+    """Whether the column `name` lies in parts when its row is large: it has more bytes than what would stand for it."""
+    return name != META and ref.num_tokens * column(name).bytes_per_token() > _PARTS.size
+
+
+def _part(digest: bytes, index: int) -> str:
+    """The field of a part."""
+    return f"part:{digest.hex()}:{index}"
+
+
 def _meta(ref: RowRef, data: bytes | None) -> TrajectoryMeta:
     if data is None:
-        raise RowMissingError(f"row {ref.id} of attempt {ref.token} is gone; it expired or was deleted", id=ref.id)
+        raise _gone(ref)
     return TrajectoryMeta.FromString(data)
+
+
+def _gone(ref: RowRef) -> RowMissingError:
+    return RowMissingError(f"row {ref.id} of attempt {ref.token} is gone; it expired or was deleted", id=ref.id)
 
 
 def _cut(items: Sequence[T], sizes: Iterable[int]) -> Iterator[list[T]]:

@@ -1,12 +1,16 @@
 """Rows on a real server: written once, under a token, gone when nobody committed them."""
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rolecall.errors import InvalidInputError, RowMissingError
+from rolecall.columns import TOPK_IDS, TOPK_LOGPROBS
+from rolecall.errors import InvalidInputError, RowMissingError, StoreUnavailableError
 from rolecall.store import rows as rows_module
+from rolecall.store.connection import Connection
 from rolecall.store.rows import Rows
 from rolecall.trajectory import trajectory_id
 from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
@@ -133,6 +137,81 @@ def test_rows_larger_than_the_bound_of_a_call_still_travel(store: StoreUnderTest
     num_tokens = rows_module.CHUNK_BYTES // 8
     refs = stage(store, count=5, num_tokens=num_tokens)
     assert [row["token_ids"].shape for row in store.rows.read(refs, ["token_ids"])] == [(num_tokens,)] * 5
+
+
+class StoppedConnection(Connection):
+    """A connection whose process ends after `num_calls` scripts."""
+
+    def __init__(self, store: StoreUnderTest, num_calls: int) -> None:
+        super().__init__(store.connection.rows)
+        self.num_calls = num_calls
+
+    def script(self, name: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> list[Any]:
+        if not self.num_calls:
+            raise StoreUnavailableError("it ended")
+        self.num_calls -= 1
+        return super().script(name, keys, args)
+
+
+def wide(value: int) -> dict[str, Array]:
+    """Columns of 128 numbers for each of 5000 tokens: a row of several calls."""
+    ids = np.full((5000, 128), value, np.int32)
+    return {TOPK_IDS: ids, TOPK_LOGPROBS: ids.astype(np.float32) / 2}
+
+
+def assert_holds(store: StoreUnderTest, ref: RowRef, columns: dict[str, Array]) -> None:
+    (row,) = store.rows.read([ref], list(columns))
+    assert all(np.array_equal(row[name], column) for name, column in columns.items())
+
+
+@pytest.mark.parametrize("num_calls", [1, 3, 5])
+def test_a_large_row_whose_writer_ends_under_way_has_none_of_its_columns_and_then_those_of_the_next(
+    store: StoreUnderTest, num_calls: int
+) -> None:
+    ref = stage(store, num_tokens=5000)[0]
+    with pytest.raises(StoreUnavailableError):
+        Rows(StoppedConnection(store, num_calls), store.run, 2).put([ref], [wide(1)])
+    assert store.rows.read([ref], [], list(wide(1))) == [{}]
+    assert not store.rows.hold([ref], TOPK_IDS)
+    assert store.rows.put([ref], [wide(2)]) == 0
+    assert_holds(store, ref, wide(2))
+
+
+def test_a_large_row_is_written_once_by_small_calls_and_goes_as_a_whole(store: StoreUnderTest) -> None:
+    refs, moved = stage(store, count=2, num_tokens=5000), list[None]()
+    assert store.rows.put(refs, [wide(1), reward(1)], lambda: moved.append(None)) == 0
+    assert len(moved) > sum(column.nbytes for column in wide(1).values()) / rows_module.CHUNK_BYTES
+    assert store.rows.put(refs[:1], [wide(2)]) == 1
+    assert_holds(store, refs[0], wide(1))
+    assert store.rows.hold(refs[:1], TOPK_IDS)
+    store.rows.delete(refs)
+    with pytest.raises(RowMissingError):
+        store.rows.put(refs[:1], [wide(1)])
+    assert not store.connection.command("EXISTS", f"{{rl:{store.run}:{refs[0].shard}}}:row:{refs[0].id}:r.0-1")
+
+
+def test_a_large_row_can_be_staged_again_by_who_ended_under_way(store: StoreUnderTest) -> None:
+    ref, meta = store.rows.ref("0/0", "r.0-1", 5000), TrajectoryMeta(id="0/0")
+    routed: dict[str, Array] = {
+        "token_ids": np.arange(5000, dtype=np.int32),
+        "routed_experts": np.arange(5000 * 700, dtype=np.uint8).reshape(5000, 700),
+    }
+    with pytest.raises(StoreUnavailableError):
+        Rows(StoppedConnection(store, 2), store.run, 2).stage(ref, routed, meta, 60)
+    with pytest.raises(RowMissingError):
+        store.rows.read_meta([ref])
+    store.rows.stage(ref, routed, meta, 60)
+    store.rows.persist([ref])
+    assert_holds(store, ref, routed)
+    assert store.rows.read_meta([ref]) == [meta]
+
+
+def test_a_row_that_another_version_wrote_as_a_whole_is_read(store: StoreUnderTest) -> None:
+    ref = stage(store, num_tokens=5000)[0]
+    key = f"{{rl:{store.run}:{ref.shard}}}:row:{ref.id}:{ref.token}"
+    for name, column in wide(1).items():
+        store.connection.command("HSET", key, name, column.tobytes())
+    assert_holds(store, ref, wide(1))
 
 
 def test_calls_about_no_rows_do_nothing(store: StoreUnderTest) -> None:

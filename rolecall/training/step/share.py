@@ -6,7 +6,7 @@ command group. The services decide what is computed from the microbatches.
 Temperature belongs to the trajectory: it is read from each row's meta.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,10 +25,6 @@ from rolecall.training.step.rank_context import StoreRankContext
 from rolecall.trajectory import segment_lengths
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from rolecall.wire import Array
-
-READ_TOKENS = 2**20
-"""Tokens whose rows are read from the store in one go, about 30 MB: between two of them the rank shows that it moves.
-"""
 
 
 @dataclass
@@ -146,7 +142,7 @@ def compute_column(
     written = rows.joined([i for indices in todo for i in indices], computed)
     context.group.agree(
         lambda: (
-            context.rows.put([refs[index] for index in written], list(written.values()))
+            context.rows.put([refs[index] for index in written], list(written.values()), context.progressed)
             if context.group.is_slot_leader
             else None
         )
@@ -215,29 +211,11 @@ def _read(
 def _read_own(
     context: StoreRankContext, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str]
 ) -> tuple[list[dict[str, Array]], list[float]]:
-    rows: list[dict[str, Array]] = []
-    temperatures: list[float] = []
-    for part in _parts(refs):
-        read, metas = context.rows.read_with_meta(part, columns, optional)
-        rows += read
-        for ref, meta in zip(part, metas, strict=True):
-            if meta.sampling.temperature == 0:
-                raise InvalidInputError(
-                    f"row {ref.id} was sampled at temperature 0: a greedy response is a baseline, and nothing is "
-                    "trained on it"
-                )
-            temperatures.append(meta.sampling.temperature)
-        context.progressed()
-    return rows, temperatures
-
-
-def _parts(refs: Sequence[RowRef]) -> Iterator[Sequence[RowRef]]:
-    """`refs` in order, cut into parts of at most READ_TOKENS, or one row."""
-    start = num_tokens = 0
-    for index, ref in enumerate(refs):
-        if index > start and num_tokens + ref.num_tokens > READ_TOKENS:
-            yield refs[start:index]
-            start, num_tokens = index, 0
-        num_tokens += ref.num_tokens
-    if start < len(refs):
-        yield refs[start:]
+    rows, metas = context.rows.read_with_meta(refs, columns, optional, context.progressed)
+    for ref, meta in zip(refs, metas, strict=True):
+        if meta.sampling.temperature == 0:
+            raise InvalidInputError(
+                f"row {ref.id} was sampled at temperature 0: a greedy response is a baseline, and nothing is trained "
+                "on it"
+            )
+    return rows, [meta.sampling.temperature for meta in metas]
