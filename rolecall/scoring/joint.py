@@ -6,9 +6,10 @@ would be answered within JOINT_S, by the last one. A joint call decides nothing 
 for a reason that may be another's is sent again by itself, and goes by itself until it has its scores. So a group that
 holds a call until its deadline holds up those of one call, once.
 
-Owns, too, how many calls are under way. One that waits for a language model is given more of them, one more with each
-answer; one that computes is not, for it would take each the longer, past its deadline: no more than would be answered
-within IN_TIME of that, by the last one, if it answers one after the other.
+Owns, too, how many calls are under way. A scorer that waits for a language model is given more of them, one by one; one
+that computes is not, for it would take each the longer, past its deadline: no more than would be answered within
+IN_TIME of that, by the last one, if it answers one after the other. Where groups become slow all at once, some calls
+are late all the same: they are made again, with few under way.
 
 Bounds: FEW_CALLS at a time, and up to `max_calls` of one group each; MAX_ITEMS or one group in a call; what waits is
 bounded by the callers. MAX_APART groups are remembered.
@@ -32,8 +33,10 @@ from rolecall.v1 import reward_pb2
 
 JOINT_S = 0.1
 """Seconds that a joint call is expected to take at most: far from any deadline."""
-IN_TIME = 0.75
-"""Share of a call's deadline in which it is expected to be answered beside the others."""
+IN_TIME = 0.5
+"""Share of a call's deadline in which it is expected to be answered beside the others. Half: where a server answers so
+many at a time, one more waits for a whole other call.
+"""
 MAX_ITEMS = 256
 """Most items of a joint call."""
 MAX_APART = 1024
@@ -157,9 +160,12 @@ class JointCalls:
         """Draws the bounds from a call that took `seconds`, begun as one of `num_running`."""
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         self._most_items = 0 if failures else min(MAX_ITEMS, int(JOINT_S * len(outcomes) / seconds))
-        is_away = any(failure.retryable for failure in failures)
-        in_time = 0 if is_away else int(num_running * IN_TIME * self._timeout_s / seconds)
-        self._num_calls = max(self._few_calls, min(self._num_calls + 1, self._max_calls, in_time))
+        if any(failure.retryable for failure in failures):
+            self._num_calls = self._few_calls
+        elif num_running >= self._few_calls:  # fewer say nothing of more
+            in_time = int(num_running * IN_TIME * self._timeout_s / seconds)
+            is_reached = num_running >= self._num_calls
+            self._num_calls = max(self._few_calls, min(self._num_calls + is_reached, self._max_calls, in_time))
 
 
 def _end_unwanted(task: "asyncio.Task[None]", together: Sequence[_Asked], _: object) -> None:

@@ -288,7 +288,7 @@ class ControllerSection(AddressSection):
     """
     max_score_calls: ClassVar[int] = 32
     """Groups that are scored at a time, and most Score calls to our own reward service under way for them: fewer where
-    more would not be answered in time (rolecall/scoring/joint.py).
+    more would not be answered within half of reward.timeout_s (rolecall/scoring/joint.py).
     """
 
     @property

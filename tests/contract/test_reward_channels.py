@@ -77,7 +77,7 @@ async def test_a_slow_scorer_is_called_as_often_at_a_time_as_it_may_be(
 ) -> None:
     liar = Liar()
     liar.fail = lambda: asyncio.sleep(0.2)
-    groups = [[reward_pb2.ScoreItem(id=f"{gid}/0", group=str(gid))] for gid in range(160)]
+    groups = [[reward_pb2.ScoreItem(id=f"{gid}/0", group=str(gid))] for gid in range(20 * num_calls)]
     async with serving(liar) as address:
         client, channel = opened(address)
         await asyncio.gather(*(client.score(group) for group in groups))

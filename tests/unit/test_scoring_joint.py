@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -126,11 +127,12 @@ async def test_only_so_many_groups_are_remembered_for_their_failures() -> None:
 
 class TimedScorer:
     """Works on `at_once` calls at a time, in the order in which they came, on each for `seconds` of a clock of its
-    own.
+    own: of a joint call on each of its groups, the next of them in turn.
     """
 
-    def __init__(self, at_once: int, seconds: float) -> None:
-        self.seconds, self.now, self.is_away = seconds, 0.0, False
+    def __init__(self, at_once: int, *seconds: float) -> None:
+        self.now, self.is_away = 0.0, False
+        self._seconds = cycle(seconds)
         self.num_running = self.most_running = self.num_calls = 0
         self.longest_s = 0.0
         self._free_at = [0.0] * at_once
@@ -140,7 +142,7 @@ class TimedScorer:
         self.num_calls += 1
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
-        began, ends = self.now, max(self.now, self._free_at[0]) + self.seconds
+        began, ends = self.now, max(self.now, self._free_at[0]) + self._work(items)
         heapq.heapreplace(self._free_at, ends)
         future = asyncio.get_running_loop().create_future()
         heapq.heappush(self._ends, (ends, self.num_calls, future))
@@ -148,6 +150,9 @@ class TimedScorer:
         self.num_running -= 1
         self.longest_s = max(self.longest_s, self.now - began)
         return [Failure("DEADLINE", "late", retryable=True) if self.is_away else Score(1.0)] * len(items)
+
+    def _work(self, items: Sequence[reward_pb2.ScoreItem]) -> float:
+        return sum(next(self._seconds) for _ in {item.group for item in items})
 
     async def score(self, joint: JointCalls, num_groups: int) -> None:
         """Scores so many groups that are there at the same time."""
@@ -161,24 +166,31 @@ class TimedScorer:
 
 
 async def test_a_scorer_that_waits_for_others_is_given_as_many_calls_as_may_be() -> None:
-    scorer = TimedScorer(at_once=100, seconds=30.0)
-    await scorer.score(JointCalls(scorer.call, 32, TIMEOUT_S, lambda: scorer.now), 300)
+    scorer = TimedScorer(100, 20.0)
+    await scorer.score(JointCalls(scorer.call, 32, TIMEOUT_S, lambda: scorer.now), 600)
     assert scorer.most_running == 32
-    assert scorer.now < 30.0 * (300 / 32 + 4), "from 8 to 32 within some rounds"
+    assert scorer.now < 0.55 * 20.0 * 600 / 8, "with 8 it takes twice the time"
 
 
-@pytest.mark.parametrize(("at_once", "seconds"), [(1, 1.0), (1, 5.0), (2, 4.0), (4, 8.0), (10, 6.0)])
+@pytest.mark.parametrize(
+    ("at_once", "seconds"),
+    [
+        *[(1, [1.0]), (1, [5.0]), (2, [4.0]), (4, [8.0]), (10, [6.0])],
+        *[(8, [31.0]), (8, [40.0]), (16, [35.0]), (16, [20.0])],
+        (2, [0.01, 0.01, 12.0, 0.01, 0.01]),
+    ],
+)
 async def test_a_scorer_that_answers_so_many_at_a_time_is_given_no_call_that_would_be_late(
-    at_once: int, seconds: float
+    at_once: int, seconds: list[float]
 ) -> None:
-    scorer = TimedScorer(at_once, seconds)
+    scorer = TimedScorer(at_once, *seconds)
     await scorer.score(JointCalls(scorer.call, 32, TIMEOUT_S, lambda: scorer.now), 300)
     assert scorer.longest_s < TIMEOUT_S
     assert scorer.most_running >= FEW_CALLS
 
 
 async def test_a_scorer_that_gives_no_scores_is_given_few_calls_again() -> None:
-    scorer = TimedScorer(at_once=100, seconds=30.0)
+    scorer = TimedScorer(100, 20.0)
     joint = JointCalls(scorer.call, 32, TIMEOUT_S, lambda: scorer.now)
     await scorer.score(joint, 100)
     scorer.is_away = True
@@ -189,7 +201,7 @@ async def test_a_scorer_that_gives_no_scores_is_given_few_calls_again() -> None:
 
 
 async def test_a_fast_scorer_is_given_few_calls_however_many_wait() -> None:
-    scorer = TimedScorer(at_once=100, seconds=0.01)
+    scorer = TimedScorer(100, 0.01)
     await scorer.score(JointCalls(scorer.call, 32, TIMEOUT_S, lambda: scorer.now), 300)
     assert scorer.most_running == FEW_CALLS
     assert scorer.num_calls < 100, "they went together"

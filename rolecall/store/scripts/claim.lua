@@ -58,4 +58,4 @@ for _, described in ipairs(info) do
     if described[i] == 'last-delivered-id' then last = described[i + 1] end
   end
 end
-return {'OK', last, claims, redis.call('HGET', run, 'id')}
+return {'OK', last, claims, redis.call('HGET', run, 'id') or ''}
