@@ -13,12 +13,13 @@ import pytest
 
 from rolecall.commands.conformance import examine_environment
 from rolecall.conformance.check import Check, Status, Verdict, run
-from rolecall.conformance.environment import describing, leases, lives
+from rolecall.conformance.environment import describing, leases, lives, runs, turns
 from rolecall.conformance.environment.rows import read_file
 from rolecall.conformance.environment.session import EnvironmentSession
 from rolecall.conformance.peer import Peer
-from rolecall.errors import TurnConflictError
+from rolecall.errors import SessionLostError, TurnConflictError
 from rolecall.v1 import environment_pb2
+from tests.contract.agent_honest import HonestAgent
 from tests.contract.environment_honest import NUM_TURNS, Honest, Kept, serving
 from tests.contract.environment_peers import Counting
 from tests.contract.environment_peers import environment as counting
@@ -166,16 +167,56 @@ async def test_calls_that_outlast_a_lease_break_no_rule(tmp_path: Path) -> None:
             assert verdict.status is Status.PASSED or is_told, (of, rule, verdict)
 
     boots = serving(OneAfterTheOther(boot_s=0.8))
-    turns = serving(OneAfterTheOther(turn_s=0.8))
+    steps = serving(OneAfterTheOther(turn_s=0.8))
     closes = counting(SlowToClose, max_sessions=2, lease_s=0.5)
     begins = counting(SlowToBegin, max_sessions=2, lease_s=0.5)
     async with asyncio.TaskGroup() as group:
         group.create_task(look(boots, "boots", [lives.apart, describing.full, leases.reaped]))
-        group.create_task(look(turns, "turns", [lives.apart, describing.full, leases.reaped]))
+        group.create_task(look(steps, "turns", [lives.apart, describing.full, leases.reaped]))
         group.create_task(look(closes, "closes", [describing.sessions, leases.reaped]))
         group.create_task(look(begins, "begins", [lives.apart, lives.fenced]))
     unseen = {"boots, session.apart", "boots, reset.full", "turns, session.apart", "begins, reset.fenced"}
     assert {name for name, status in found.items() if status is Status.SKIPPED} >= unseen
+
+
+class Fleeting(Honest):
+    """Its lease is over before a second call: of its first `num_lost` episodes, it takes no turn."""
+
+    def __init__(self, num_lost: int) -> None:
+        super().__init__(lease_s=1e-6)
+        self.num_lost = num_lost
+
+    async def reap(self) -> None:
+        """Leaves it to its turns."""
+
+    async def Step(self, request: Any, context: Any) -> Any:
+        self.lose()
+        return await super().Step(request, context)
+
+    def lose(self) -> None:
+        self.num_lost -= 1
+        if self.num_lost >= 0:
+            raise SessionLostError("its lease is over")
+
+
+class FleetingAgent(Fleeting, HonestAgent):
+    """One that runs episodes by an agent of its own."""
+
+    async def RunEpisode(self, request: Any, context: Any) -> Any:
+        self.lose()
+        return await super().RunEpisode(request, context)
+
+
+@pytest.mark.parametrize(("make", "check"), [(Fleeting, turns.order), (FleetingAgent, runs.asks)])
+async def test_a_lease_that_leaves_no_time_for_an_episode_is_found(
+    make: Callable[[int], Fleeting], check: Check[EnvironmentSession], tmp_path: Path
+) -> None:
+    """A pause of the kit's own explains the first time."""
+    for num_lost, status in ((1, Status.PASSED), (2, Status.FAILED)):
+        async with serving(make(num_lost)) as address:
+            verdicts = await looked(address, [check], tmp_path)
+        assert verdicts[check.rule.name].status is status, verdicts
+    assert "its lease is 1e-06 s" in verdicts[check.rule.name].seen
 
 
 class Counted(Honest):

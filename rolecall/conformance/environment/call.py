@@ -15,7 +15,7 @@ HANG = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 class LeftError(VerdictError):
-    """A session is gone that nobody called for its lease, which proves nothing."""
+    """A session is gone that answered no call for its lease, which proves nothing: a refused one need not keep it."""
 
 
 class HungError(VerdictError):
@@ -68,15 +68,17 @@ class Call:
         return (yield from self._call.__await__())
 
     async def status(self) -> grpc.StatusCode:
-        """The status it ends with. LeftError where that is NOT_FOUND and nobody had called for a lease."""
+        """The status it ends with. LeftError where that is NOT_FOUND, and the last call that was answered had ended a
+        lease before this one began.
+        """
         code, life = await self.ended(), self._life
         if code is grpc.StatusCode.NOT_FOUND and life.touched_at is not None and self._is_alone:
-            left_s = self._ended_at - life.touched_at
+            left_s = self._began_at - life.touched_at  # not to its end: no lease ends while a call is under way
             if left_s >= life.lease_s:
                 raise LeftError(
                     skipped(
-                        f"session {life.name}, which was not called for {left_s:.1f} s, is gone, and its lease is "
-                        f"{life.lease_s:g} s; serve it with a longer one to see this"
+                        f"session {life.name} is gone; its last call without an error had ended {left_s:.1f} s before, "
+                        f"and its lease is {life.lease_s:g} s; serve it with a longer one to see this"
                     )
                 )
         return code
