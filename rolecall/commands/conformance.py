@@ -23,6 +23,7 @@ from rolecall.disk import writing
 from rolecall.errors import ConfigError, VersionMismatchError
 from rolecall.rpc.tls import read_token
 from rolecall.scoring.scores import spec_gaps
+from rolecall.terminal import say
 from rolecall.v1 import environment_pb2, environment_pb2_grpc, reward_pb2, reward_pb2_grpc
 
 
@@ -50,7 +51,8 @@ def conformance(arguments: argparse.Namespace, out: TextIO) -> int:
         out.write(text)
         out.flush()
 
-    reports = asyncio.run(examine(service, arguments.items, options, _nothing if arguments.json else tell))
+    telling = say if arguments.junit else tell  # the file is written though nobody reads the table
+    reports = asyncio.run(examine(service, arguments.items, options, _nothing if arguments.json else telling))
     if arguments.junit:
         write(arguments.junit, junit(reports))
     if arguments.json:
