@@ -5,10 +5,11 @@ at one group never share a row, and what a zombie writes nobody reads. A group's
 before its group is committed, with an expiry that is lifted after it; columns that come later are written once (a
 repeated or second writer changes nothing) and never into a row that is gone.
 
-Columns with which a row is larger than a call, as those of many numbers a token, lie in parts: fields
-`part:<digest>:<i>`, written first. The field named as the column then holds their digest and number, and is written
-with the row's others at once: a column is there as a whole or not at all, and never of two writers. Parts of a writer
-that was cut short or came second are nobody's, and go with their row.
+The largest columns of a row that is larger than a call, as those of many numbers a token, lie in parts: fields
+`part:<digest>:<start>-<end>`, written first. The field named as the column then holds what names them (_Parts), and is
+written with the row's others at once: a column is there as a whole or not at all, and never of two writers. Who finds
+it there writes no parts. Those of a writer that was cut short, or of two at the same time the second's, are nobody's,
+not counted by the controller, and go with their row.
 
 Bounds: what the controller admits, in bytes; rows nobody committed expire. Calls carry at most CHUNK_ROWS rows or parts
 and about CHUNK_BYTES each.
@@ -17,14 +18,16 @@ and about CHUNK_BYTES each.
 import hashlib
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias, TypeVar
 
 from rolecall.columns import column
 from rolecall.errors import RowMissingError
 from rolecall.store import scripts
 from rolecall.store.connection import Connection
-from rolecall.trajectory import META, decode_column, encode_column
+from rolecall.trajectory import META, TEXT_BYTES, decode_column, encode_column
 from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
 from rolecall.wire import Array
 
@@ -39,8 +42,9 @@ server does nothing else while it runs a call and brings it to its disk.
 """
 _WIDTH = 256
 """A guess at the numbers of one token in a wide column, to cut reads into chunks."""
-_PARTS = struct.Struct("<16sI")
-"""What a field holds in place of its column: the digest of its bytes and the number of its parts."""
+_STAND_IN = struct.Struct("<8s16sQI")
+_MARK = b"\x07parts\r\n"
+"""Begins a field that stands for a column in parts. No message and no JSON begins so, and no numbers by chance."""
 
 
 class Rows:
@@ -71,12 +75,12 @@ class Rows:
         metas: Sequence[TrajectoryMeta],
         expiry_s: int,
     ) -> None:
-        """Stages rows, a group's in one round trip."""
+        """Stages rows: those of a group in one call, as far as its bounds allow, a larger one in calls of its own."""
         fields = [
             {**_encoded(ref, mapping), META: meta.SerializeToString()}
             for ref, mapping, meta in zip(refs, columns, metas, strict=True)
         ]
-        self._write("stage", [expiry_s], refs, fields)
+        sum(self._write("stage", [expiry_s], refs, fields))
 
     def persist(self, refs: Sequence[RowRef]) -> None:
         """Lifts the expiry of rows whose group is committed. RowMissingError when one is gone; none of its chunk is
@@ -96,47 +100,45 @@ class Rows:
         row or column is not there.
         """
         names = [*columns, *optional]
-        return [
-            _decoded(ref, columns, names, values) for ref, values in zip(refs, self._fields(refs, names), strict=True)
-        ]
+        return [_decoded(ref, columns, names, values) for ref, values in chain.from_iterable(self._fields(refs, names))]
 
     def read_with_meta(
-        self,
-        refs: Sequence[RowRef],
-        columns: Sequence[str],
-        optional: Sequence[str] = (),
-        progressed: Callable[[], None] = lambda: None,
+        self, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str] = ()
     ) -> tuple[list[dict[str, Array]], list[TrajectoryMeta]]:
-        """Returns what `read` and `read_meta` answer, in one pass. `progressed` is called after each row."""
+        """Returns what `read` and `read_meta` answer, in one pass."""
+        read = list(chain.from_iterable(self.read_by_calls(refs, columns, optional)))
+        return [row for row, _ in read], [meta for _, meta in read]
+
+    def read_by_calls(
+        self, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str] = ()
+    ) -> Iterator[list[tuple[dict[str, Array], TrajectoryMeta]]]:
+        """Reads as `read_with_meta` does, in order; after each call, the rows of which it was the last."""
         names = [*columns, *optional]
-        rows, metas = [], []
-        for ref, (meta, *values) in zip(refs, self._fields(refs, [META, *names]), strict=True):
-            rows.append(_decoded(ref, columns, names, values))
-            metas.append(_meta(ref, meta))
-            progressed()
-        return rows, metas
+        for found in self._fields(refs, [META, *names]):
+            yield [(_decoded(ref, columns, names, values), _meta(ref, meta)) for ref, (meta, *values) in found]
 
     def read_meta(self, refs: Sequence[RowRef]) -> list[TrajectoryMeta]:
         """Per row, what is known of the trajectory beside its arrays. RowMissingError when a row is not there."""
-        return [_meta(ref, data) for ref, (data,) in zip(refs, self._fields(refs, [META]), strict=True)]
+        return [_meta(ref, data) for ref, (data,) in chain.from_iterable(self._fields(refs, [META]))]
 
     def hold(self, refs: Sequence[RowRef], name: str) -> bool:
         """Whether every row of `refs` is there with the column `name`."""
         return all(self._connection.pipeline([("HEXISTS", self._key(ref), name) for ref in refs]))
 
-    def put(
-        self,
-        refs: Sequence[RowRef],
-        columns: Sequence[Mapping[str, Array]],
-        progressed: Callable[[], None] = lambda: None,
-    ) -> int:
+    def put(self, refs: Sequence[RowRef], columns: Sequence[Mapping[str, Array]]) -> int:
         """Writes columns into existing rows, once: a column that is there stays as it was. Returns how many rows had
-        all of theirs before. `progressed` is called after each call.
+        all of theirs before.
 
         RowMissingError when a row is gone; no column of its chunk is written then.
         """
+        return sum(self.put_by_calls(refs, columns))
+
+    def put_by_calls(self, refs: Sequence[RowRef], columns: Sequence[Mapping[str, Array]]) -> Iterator[int]:
+        """Writes as `put` does; after each call, of how many rows it says that they had all of their columns before."""
         fields = [_encoded(ref, mapping) for ref, mapping in zip(refs, columns, strict=True)]
-        return self._write("put_columns", [], refs, fields, progressed)
+        # lazily: a row is looked at just before it is written
+        lacking = (self._lacking(ref, mapping) for ref, mapping in zip(refs, fields, strict=True))
+        yield from self._write("put_columns", [], refs, lacking)
 
     def delete(self, refs: Sequence[RowRef]) -> None:
         """Deletes rows; those that are gone are passed over."""
@@ -148,33 +150,34 @@ class Rows:
         return f"{{rl:{self._run}:{ref.shard}}}:row:{ref.id}:{ref.token}"
 
     def _write(
-        self,
-        script: str,
-        head: Sequence[int],
-        refs: Sequence[RowRef],
-        fields: Sequence[Mapping[str, bytes]],
-        progressed: Callable[[], None] = lambda: None,
-    ) -> int:
-        """Writes `fields` by `script`, whose arguments begin with `head`. Returns the sum of what it says of the rows,
-        parts left out.
+        self, script: str, head: Sequence[int], refs: Sequence[RowRef], fields: Iterable[Mapping[str, bytes]]
+    ) -> Iterator[int]:
+        """Writes `fields` by `script`, whose arguments begin with `head`. After each call, the sum of what it says of
+        the rows, 0 of parts.
         """
 
-        def send(items: Sequence[tuple[RowRef, _Fields]]) -> int:
-            total = 0
+        def send(items: Sequence[tuple[RowRef, _Fields]]) -> Iterator[int]:
             for keys, values in self._chunks(items):
-                total += self._call(script, keys, [*head, *values])
-                progressed()
-            return total
+                yield self._call(script, keys, [*head, *values])
 
-        total, small = 0, list[tuple[RowRef, _Fields]]()
+        small = list[tuple[RowRef, _Fields]]()
         for ref, mapping in zip(refs, fields, strict=True):
-            parts, rest = _cut_up(ref, mapping)
-            if parts:
-                send([(ref, part) for part in parts])
-                total += send([(ref, rest)])
-            else:
-                small.append((ref, rest))
-        return total + send(small)
+            cut = {name: _Parts.of(mapping[name]) for name in _too_large(mapping)}
+            if not cut:
+                small.append((ref, mapping))
+                continue
+            views = {name: memoryview(mapping[name]) for name in cut}
+            parts = [{part: views[name][span]} for name, each in cut.items() for part, span in each.spans.items()]
+            yield from (0 for _ in send([(ref, part) for part in parts]))
+            yield from send([(ref, {**mapping, **{name: each.packed for name, each in cut.items()}})])
+        yield from send(small)
+
+    def _lacking(self, ref: RowRef, fields: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """`fields` without those that lie in parts and are there: nobody would read, or count, a second writer's."""
+        names = _too_large(fields)
+        there = self._connection.command("HMGET", self._key(ref), *names) if names else []
+        held = {name for name, data in zip(names, there, strict=True) if data is not None}
+        return {name: data for name, data in fields.items() if name not in held}
 
     def _call(self, script: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> int:
         reply = self._connection.script(script, keys, args)
@@ -201,22 +204,58 @@ class Rows:
                         args += [name, bytes(data)]
                 yield [self._key(ref) for ref, _ in chunk], args
 
-    def _fields(self, refs: Sequence[RowRef], names: Sequence[str]) -> Iterator[list[bytes | None]]:
-        per_token = sum(column(name).bytes_per_token(_WIDTH) for name in names if name != META)
+    def _fields(
+        self, refs: Sequence[RowRef], names: Sequence[str]
+    ) -> Iterator[list[tuple[RowRef, list[bytes | None]]]]:
+        """Reads the fields `names` of each row, in order; after each call, the rows of which it was the last."""
+        per_token = sum(TEXT_BYTES if name == META else column(name).bytes_per_token(_WIDTH) for name in names)
         for chunk in _cut(refs, [ref.num_tokens * per_token for ref in refs]):
             found = self._connection.pipeline([("HMGET", self._key(ref), *names) for ref in chunk])
+            whole = list[tuple[RowRef, list[bytes | None]]]()
             for ref, values in zip(chunk, found, strict=True):
-                yield [self._whole(ref, name, data) for name, data in zip(names, values, strict=True)]
+                cut = {at: _Parts.from_field(data) for at, data in enumerate(values) if _is_stand_in(data)}
+                spans = {part: span for each in cut.values() for part, span in each.spans.items()}
+                parts = dict[str, bytes]()
+                for some in _cut(list(spans), [span.stop - span.start for span in spans.values()]):
+                    yield whole
+                    whole = []
+                    parts.update(zip(some, self._connection.command("HMGET", self._key(ref), *some), strict=True))
+                if None in parts.values():
+                    raise _gone(ref)
+                for at, each in cut.items():
+                    values[at] = b"".join(parts[part] for part in each.spans)
+                whole.append((ref, values))
+            yield whole
 
-    def _whole(self, ref: RowRef, name: str, data: bytes | None) -> bytes | None:
-        """The column `name` whose field holds `data`, put together where it lies in parts."""
-        if data is None or len(data) != _PARTS.size or not _is_cut(ref, name):
-            return data
-        digest, num_parts = _PARTS.unpack(data)
-        parts = [self._connection.command("HGET", self._key(ref), _part(digest, index)) for index in range(num_parts)]
-        if None in parts:
-            raise _gone(ref)
-        return b"".join(parts)
+
+@dataclass(frozen=True)
+class _Parts:
+    """A column in parts. The digest of its bytes names them, so a repetition writes the same ones."""
+
+    digest: bytes
+    num_bytes: int
+    part_bytes: int
+
+    @classmethod
+    def of(cls, data: bytes) -> "_Parts":
+        return cls(hashlib.blake2b(data, digest_size=16).digest(), len(data), CHUNK_BYTES)
+
+    @classmethod
+    def from_field(cls, field: bytes) -> "_Parts":
+        _, *values = _STAND_IN.unpack(field)
+        return cls(*values)
+
+    @property
+    def packed(self) -> bytes:
+        """The field that stands for the column."""
+        return _STAND_IN.pack(_MARK, self.digest, self.num_bytes, self.part_bytes)
+
+    @property
+    def spans(self) -> dict[str, slice]:
+        """The bytes of the column that each field holds, in order."""
+        starts = range(0, self.num_bytes, self.part_bytes)
+        spans = [slice(start, min(start + self.part_bytes, self.num_bytes)) for start in starts]
+        return {f"part:{self.digest.hex()}:{span.start}-{span.stop}": span for span in spans}
 
 
 def _decoded(
@@ -242,30 +281,19 @@ def _encoded(ref: RowRef, columns: Mapping[str, Array]) -> dict[str, bytes]:
     return {name: encode_column(name, array, ref.num_tokens) for name, array in columns.items()}
 
 
-def _cut_up(ref: RowRef, fields: Mapping[str, bytes]) -> tuple[list[_Fields], _Fields]:
-    """The parts of the columns in `fields`, and the fields that are left: all, where they fit a call. A digest of what
-    a column holds names its parts, so a repetition writes the same ones.
-    """
-    if sum(map(len, fields.values())) <= CHUNK_BYTES:
-        return [], fields
-    parts, rest = list[_Fields](), dict(fields)
-    for name, data in fields.items():
-        if _is_cut(ref, name):
-            digest = hashlib.blake2b(data, digest_size=16).digest()
-            starts = range(0, len(data), CHUNK_BYTES)
-            parts += [{_part(digest, i): memoryview(data)[at : at + CHUNK_BYTES]} for i, at in enumerate(starts)]
-            rest[name] = _PARTS.pack(digest, len(starts))
-    return parts, rest
+def _too_large(fields: Mapping[str, bytes]) -> list[str]:
+    """The largest of `fields`: as many as it takes for the others to fit a call."""
+    names = sorted(fields, key=lambda name: len(fields[name]))
+    left = sum(map(len, fields.values()))
+    large = list[str]()
+    while left > CHUNK_BYTES:
+        large.append(names.pop())
+        left -= len(fields[large[-1]])
+    return large
 
 
-def _is_cut(ref: RowRef, name: str) -> bool:
-    """Whether the column `name` lies in parts when its row is large: it has more bytes than what would stand for it."""
-    return name != META and ref.num_tokens * column(name).bytes_per_token() > _PARTS.size
-
-
-def _part(digest: bytes, index: int) -> str:
-    """The field of a part."""
-    return f"part:{digest.hex()}:{index}"
+def _is_stand_in(field: bytes | None) -> bool:
+    return field is not None and len(field) == _STAND_IN.size and field.startswith(_MARK)
 
 
 def _meta(ref: RowRef, data: bytes | None) -> TrajectoryMeta:

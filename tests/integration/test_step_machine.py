@@ -94,12 +94,7 @@ class EarlySweep(StepMachine):
 class OverwrittenRows(SweptRows):
     """Columns that the last writer owns, with what a clock or a random number adds."""
 
-    def put(
-        self,
-        refs: Sequence[RowRef],
-        columns: Sequence[Mapping[str, Array]],
-        progressed: Callable[[], None] = lambda: None,
-    ) -> int:
+    def put(self, refs: Sequence[RowRef], columns: Sequence[Mapping[str, Array]]) -> int:
         for ref, column in zip(refs, columns, strict=True):
             for name, array in column.items():
                 noise = (

@@ -139,6 +139,26 @@ def test_rows_larger_than_the_bound_of_a_call_still_travel(store: StoreUnderTest
     assert [row["token_ids"].shape for row in store.rows.read(refs, ["token_ids"])] == [(num_tokens,)] * 5
 
 
+class CountedConnection(Connection):
+    """A connection that knows the bytes of each call's arguments."""
+
+    def __init__(self, store: StoreUnderTest) -> None:
+        super().__init__(store.connection.rows)
+        self.calls = list[int]()
+
+    def command(self, *args: str | bytes | int | float) -> Any:
+        self.calls.append(0)
+        return super().command(*args)
+
+    def pipeline(self, commands: Sequence[tuple[str | bytes | int, ...]]) -> list[Any]:
+        self.calls.append(0)
+        return super().pipeline(commands)
+
+    def script(self, name: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> list[Any]:
+        self.calls.append(sum(len(arg) for arg in args if isinstance(arg, bytes)))
+        return super().script(name, keys, args)
+
+
 class StoppedConnection(Connection):
     """A connection whose process ends after `num_calls` scripts."""
 
@@ -178,11 +198,17 @@ def test_a_large_row_whose_writer_ends_under_way_has_none_of_its_columns_and_the
 
 
 def test_a_large_row_is_written_once_by_small_calls_and_goes_as_a_whole(store: StoreUnderTest) -> None:
-    refs, moved = stage(store, count=2, num_tokens=5000), list[None]()
-    assert store.rows.put(refs, [wide(1), reward(1)], lambda: moved.append(None)) == 0
-    assert len(moved) > sum(column.nbytes for column in wide(1).values()) / rows_module.CHUNK_BYTES
+    refs, num_bytes = stage(store, count=2, num_tokens=5000), sum(column.nbytes for column in wide(1).values())
+    calls = list(store.rows.put_by_calls(refs, [wide(1), reward(1)]))
+    assert sum(calls) == 0
+    assert len(calls) > num_bytes / rows_module.CHUNK_BYTES
+    key = f"{{rl:{store.run}:{refs[0].shard}}}:row:{refs[0].id}:r.0-1"
+    fields = set(store.connection.command("HKEYS", key))
     assert store.rows.put(refs[:1], [wide(2)]) == 1
-    assert_holds(store, refs[0], wide(1))
+    assert store.rows.put(refs[:1], [{**wide(2), **reward(2)}]) == 0, "the reward was new"
+    assert set(store.connection.command("HKEYS", key)) == {*fields, b"reward"}, "nobody would read the second's parts"
+    assert_holds(store, refs[0], {**wide(1), **reward(2)})
+    assert len(list(store.rows.read_by_calls(refs[:1], list(wide(1))))) > num_bytes / rows_module.CHUNK_BYTES
     assert store.rows.hold(refs[:1], TOPK_IDS)
     store.rows.delete(refs)
     with pytest.raises(RowMissingError):
@@ -204,6 +230,34 @@ def test_a_large_row_can_be_staged_again_by_who_ended_under_way(store: StoreUnde
     store.rows.persist([ref])
     assert_holds(store, ref, routed)
     assert store.rows.read_meta([ref]) == [meta]
+
+
+def test_the_small_columns_of_large_rows_are_read_together(store: StoreUnderTest) -> None:
+    refs = [store.rows.ref(f"0/{i}", "r.0-1", 6000) for i in range(8)]
+    routed: dict[str, Array] = {
+        "token_ids": np.zeros(6000, np.int32),
+        "response_mask": np.ones(6000, np.uint8),
+        "routed_experts": np.zeros((6000, 384), np.uint8),
+    }
+    connection = CountedConnection(store)
+    rows = Rows(connection, store.run, 2)
+    rows.stage_many(refs, [routed] * len(refs), [TrajectoryMeta(id=ref.id) for ref in refs], 60)
+    assert len(connection.calls) == 4 * len(refs), "three megabytes begun, and all the rest"
+    connection.calls.clear()
+    rows.read_with_meta(refs, ["token_ids", "response_mask"])
+    assert len(connection.calls) == 1
+
+
+def test_large_columns_of_no_token_and_a_large_meta_travel_in_small_calls(store: StoreUnderTest) -> None:
+    connection, ref, meta = CountedConnection(store), store.rows.ref("0/0", "r.0-1", 4), TrajectoryMeta(id="0/0")
+    meta.prompt.ground_truth = "x" * 4_000_000
+    names: dict[str, Array] = {"reward_component_names": np.arange(3_000_000, dtype=np.int32).astype(np.uint8)}
+    rows = Rows(connection, store.run, 2)
+    rows.stage(ref, {"token_ids": np.zeros(4, np.int32)}, meta, 60)
+    assert rows.put([ref], [{**names, **reward(1)}]) == 0
+    assert max(connection.calls) < 1.01 * rows_module.CHUNK_BYTES
+    assert rows.read_meta([ref]) == [meta]
+    assert_holds(store, ref, {**names, **reward(1)})
 
 
 def test_a_row_that_another_version_wrote_as_a_whole_is_read(store: StoreUnderTest) -> None:

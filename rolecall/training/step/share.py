@@ -6,7 +6,7 @@ command group. The services decide what is computed from the microbatches.
 Temperature belongs to the trajectory: it is read from each row's meta.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -140,13 +140,9 @@ def compute_column(
     outputs = context.engine.forward(packed, wanted=wanted)
     computed = [each for pair in zip(packed, outputs, strict=True) for each in encode(*pair)]
     written = rows.joined([i for indices in todo for i in indices], computed)
-    context.group.agree(
-        lambda: (
-            context.rows.put([refs[index] for index in written], list(written.values()), context.progressed)
-            if context.group.is_slot_leader
-            else None
-        )
-    )
+    writing = context.rows.put_by_calls([refs[index] for index in written], list(written.values()))
+    calls = (None for _ in writing) if context.group.is_slot_leader else ()
+    context.group.agree_on_pieces(calls, context.progressed)
     return held
 
 
@@ -205,17 +201,19 @@ def _rows_of(plan: RankPlan, pieces: Sequence[Piece]) -> list[int]:
 def _read(
     context: StoreRankContext, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str]
 ) -> tuple[list[dict[str, Array]], list[float]]:
-    return context.group.agree(lambda: _read_own(context, refs, columns, optional))
+    rows, temperatures = list[dict[str, Array]](), list[float]()
 
+    def pieces() -> Iterator[None]:
+        for found in context.rows.read_by_calls(refs, columns, optional):
+            for row, meta in found:
+                if meta.sampling.temperature == 0:
+                    raise InvalidInputError(
+                        f"row {refs[len(rows)].id} was sampled at temperature 0: a greedy response is a baseline, and "
+                        "nothing is trained on it"
+                    )
+                rows.append(row)
+                temperatures.append(meta.sampling.temperature)
+            yield
 
-def _read_own(
-    context: StoreRankContext, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str]
-) -> tuple[list[dict[str, Array]], list[float]]:
-    rows, metas = context.rows.read_with_meta(refs, columns, optional, context.progressed)
-    for ref, meta in zip(refs, metas, strict=True):
-        if meta.sampling.temperature == 0:
-            raise InvalidInputError(
-                f"row {ref.id} was sampled at temperature 0: a greedy response is a baseline, and nothing is trained "
-                "on it"
-            )
-    return rows, [meta.sampling.temperature for meta in metas]
+    context.group.agree_on_pieces(pieces(), context.progressed)
+    return rows, temperatures
