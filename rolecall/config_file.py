@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from rolecall.errors import ConfigError
-from rolecall.nearest import did_you_mean
+from rolecall.terminal import did_you_mean
 
 _RECIPES = Path(__file__).resolve().parent / "recipes"
 

@@ -61,7 +61,6 @@ help.
 it is idempotent.
 """
 
-import sys
 from typing import ClassVar
 
 
@@ -284,8 +283,3 @@ class AbstainedError(ScorerError):
 
 class NotOnThisDeviceError(RoleCallError):
     status, reason = "UNIMPLEMENTED", "NOT_ON_THIS_DEVICE"
-
-
-def print_error(message: str) -> None:
-    """Writes an error's `message` to stderr as commands of `rolecall` do: one paragraph, named."""
-    sys.stderr.write(f"rolecall: {message}\n")

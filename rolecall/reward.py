@@ -32,7 +32,7 @@ from rolecall.plugins import is_async
 from rolecall.rpc import role_process
 from rolecall.rpc.identity import Admission
 from rolecall.rpc.listening import rpc_section
-from rolecall.rpc.options import REPLICA_AGE_S
+from rolecall.rpc.options import MAX_GROUP_BYTES, MAX_MESSAGE_BYTES, REPLICA_AGE_S
 from rolecall.rpc.server import Server
 from rolecall.rpc.tls import read_token
 from rolecall.scoring.awaited import evaluate_awaited, evaluate_many_awaited
@@ -308,7 +308,14 @@ def new_server(scorer: Scorer, address: str, rpc: RpcSection) -> Server:
     """A server of `scorer`, not started: for a process that serves it beside other things. There may be several behind
     one address.
     """
-    server = Server(rpc, address, setting="address", client_certificates=False, max_age_s=REPLICA_AGE_S)
+    server = Server(
+        rpc,
+        address,
+        setting="address",
+        client_certificates=False,
+        max_age_s=REPLICA_AGE_S,
+        max_message_bytes=MAX_GROUP_BYTES if scorer.spec.whole_groups else MAX_MESSAGE_BYTES,
+    )
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, scorer, SERVICE_NAME)
     return server
 

@@ -371,7 +371,18 @@ def _batches(settings: RunSettings) -> Iterator[str]:
         f"failures: of any {window} groups {failed} may be without a score and {letters} without a rollout that "
         "survives them; one more ends the run"
     )
+    yield from _calls(settings)
     yield from explain(settings)
+
+
+def _calls(settings: RunSettings) -> Iterator[str]:
+    for name, component in settings.reward.components.items():
+        server = component.server
+        if server is not None:
+            yield (
+                f"reward.components.{name}: at most {server.max_calls} calls at a time of {server.address}, of at most "
+                f"{component.timeout_s:g} s (scorer.num_calls, timeout_s)"
+            )
 
 
 def _kept(settings: RunSettings) -> str:

@@ -7,21 +7,21 @@ once. Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupte
 """
 
 import argparse
-import io
 import os
-import select
 import sys
 from collections.abc import Collection, Sequence
-from typing import TextIO
 
 from rolecall.commands.arguments import ROLES, SERVED, command_line
-from rolecall.nearest import did_you_mean
+from rolecall.terminal import did_you_mean, exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: sys.argv) and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    _open_streams()
+    return exit_code(lambda: _main(words))
+
+
+def _main(words: list[str]) -> int:
     if words[:1] == ["serve"] and len(words) > 1 and words[1] in SERVED:
         return _become(f"services.{words[1].replace('-', '_')}", words[2:])
     if words[:1] == ["export"]:
@@ -30,45 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _become("services.reward.score", words[1:])
     parser, commands = command_line()
     _refuse_unknown(parser, words, commands)
-    arguments, rest = parser.parse_known_args(words)
-    from rolecall.errors import ConfigError, RoleCallError, print_error
-
-    try:
-        code = _run(arguments, rest)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        if not _is_left(sys.stdout):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at the end would fail
-        return 1
-    except ConfigError as error:
-        print_error(error.message)
-        return 2
-    except RoleCallError as error:
-        print_error(error.message)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-
-
-def _open_streams() -> None:
-    """Has nothing shown where the caller closed a stream, and the escape of a character that a terminal lacks."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-            os.set_inheritable(number, True)  # by children, too; where it was the lowest number free, dup2 did nothing
-            setattr(sys, name, open(number, "w"))  # noqa: SIM115, it stays open
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def _is_left(stream: TextIO) -> bool:
-    """Whether `stream` is a pipe, or a socket, that nobody reads any more."""
-    looks = select.poll()
-    looks.register(stream, 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in looks.poll(0))
+    return _run(*parser.parse_known_args(words))
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str], commands: Collection[str]) -> None:

@@ -12,23 +12,25 @@ import grpc
 
 from rolecall.address import check_address
 from rolecall.conformance import environment, reward
-from rolecall.conformance.check import run
+from rolecall.conformance.check import Check, Result, SessionT, run
 from rolecall.conformance.environment.rows import Rows, own_rows, read_file
 from rolecall.conformance.environment.session import RUN_S, EnvironmentSession
 from rolecall.conformance.peer import CONNECT_S, Peer, peer
-from rolecall.conformance.report import Report, junit
+from rolecall.conformance.report import Report, Tell, junit, line
 from rolecall.conformance.reward.pool import Pool, own_pool, read_pool
 from rolecall.conformance.reward.session import Options, RewardSession
 from rolecall.disk import writing
 from rolecall.errors import ConfigError, VersionMismatchError
 from rolecall.rpc.tls import read_token
 from rolecall.scoring.scores import spec_gaps
+from rolecall.terminal import say
 from rolecall.v1 import environment_pb2, environment_pb2_grpc, reward_pb2, reward_pb2_grpc
 
 
 def conformance(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Looks at the service at `arguments.address` and writes what was found to `out`, and to the file of --junit; 0
-    when it breaks no rule, else 1. ConfigError for a bad command line, UnavailableError when nobody answers.
+    """Looks at the service at `arguments.address` and writes what is found to `out`, for people rule by rule, and to
+    the file of --junit; 0 when it breaks no rule, else 1. ConfigError for a bad command line, UnavailableError when
+    nobody answers.
     """
     check_address(arguments.address)
     token = read_token(arguments.bearer_token_file)
@@ -44,20 +46,29 @@ def conformance(arguments: argparse.Namespace, out: TextIO) -> int:
     )
     if arguments.items and not arguments.items.is_file():
         raise ConfigError(f"--items: cannot read {arguments.items}: it is no file")
-    reports = asyncio.run(examine(service, arguments.items, options))
+
+    def tell(text: str) -> None:
+        out.write(text)
+        out.flush()
+
+    telling = say if arguments.junit else tell  # the file is written though nobody reads the table
+    reports = asyncio.run(examine(service, arguments.items, options, _nothing if arguments.json else telling))
     if arguments.junit:
         write(arguments.junit, junit(reports))
     if arguments.json:
         objects = [report.json() for report in reports]
         out.write(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2) + "\n")
-    else:
-        out.write("\n".join(report.text() for report in reports))
     return 0 if all(report.has_passed for report in reports) else 1
 
 
-async def examine(service: Peer, items: Path | None, options: Options) -> list[Report]:
-    """Returns what the kit of each contract finds that the service says it serves. `items`: what it is asked, in the
-    form of that contract's. UnavailableError when nobody answers, VersionMismatchError when it serves none.
+def _nothing(text: str) -> None:
+    """Tells nobody."""
+
+
+async def examine(service: Peer, items: Path | None, options: Options, tell: Tell = _nothing) -> list[Report]:
+    """Returns what the kit of each contract finds that the service says it serves, and tells it as it is found.
+    `items`: what it is asked, in the form of that contract's. UnavailableError when nobody answers,
+    VersionMismatchError when it serves none.
     """
     async with service.open() as channel:
         scores = await _serves(
@@ -70,10 +81,12 @@ async def examine(service: Peer, items: Path | None, options: Options) -> list[R
         )
     reports = []
     if scores:
-        reports.append(await examine_scorer(service, read_pool(items) if items else own_pool(), options))
+        reports.append(await examine_scorer(service, read_pool(items) if items else own_pool(), options, tell))
+    if scores and plays:
+        tell("\n")
     if plays:
         rows = read_file(items) if items else own_rows()
-        reports.append(await examine_environment(service, rows, options.timeout_s))
+        reports.append(await examine_environment(service, rows, options.timeout_s, tell))
     if not reports:
         raise VersionMismatchError(
             f"{service.address} serves neither rolecall.v1.RewardService nor rolecall.v1.EnvironmentService; name the "
@@ -87,33 +100,46 @@ async def _serves(describe: "grpc.aio.UnaryUnaryCall[Any, Any]") -> bool:
     return await describe.code() is not grpc.StatusCode.UNIMPLEMENTED  # bounded: by the call's deadline
 
 
-async def examine_scorer(service: Peer, pool: Pool, options: Options) -> Report:
-    """Returns what the reward kit finds of a service. UnavailableError when nobody answers, or what else Describe
-    raises.
+async def examine_scorer(service: Peer, pool: Pool, options: Options, tell: Tell = _nothing) -> Report:
+    """Returns what the reward kit finds of a service, and tells it as it is found. UnavailableError when nobody
+    answers, or what else Describe raises.
     """
     session = RewardSession(service, pool, options)
     try:
         await session.open()
-        results = await run(reward.CHECKS, session)
+        notes = [f"it {gap}" for gap in spec_gaps(session.spec)]
+        report = Report("RewardService", service.address, described(session.spec), notes=notes, load=session.load)
+        return await _filled(report, reward.CHECKS, session, tell)
     finally:
         await session.close()
-    notes = [f"it {gap}" for gap in spec_gaps(session.spec)]
-    return Report("RewardService", service.address, described(session.spec), results, notes, tuple(session.load))
 
 
-async def examine_environment(service: Peer, rows: Rows, run_s: float = RUN_S) -> Report:
-    """Returns what the environment kit finds of a service, whose agent, if it runs one, has `run_s` seconds for an
-    episode. UnavailableError when nobody answers, or what else Describe
-    raises; ConfigError for a row that the environment cannot begin.
+async def examine_environment(service: Peer, rows: Rows, run_s: float = RUN_S, tell: Tell = _nothing) -> Report:
+    """Returns what the environment kit finds of a service, and tells it as it is found. An agent that the service runs
+    has `run_s` seconds for an episode. UnavailableError when nobody answers, or what else Describe raises; ConfigError
+    for a row that the environment cannot begin.
     """
     session = EnvironmentSession(service, rows, run_s)
     try:
         await session.open()
         checks = environment.AGENT_CHECKS if session.spec.runs_episodes else environment.CHECKS
-        results = await run(checks, session)
+        report = Report("EnvironmentService", service.address, described_environment(session.spec))
+        return await _filled(report, checks, session, tell)
     finally:
         await session.close()
-    return Report("EnvironmentService", service.address, described_environment(session.spec), results)
+
+
+async def _filled(report: Report, checks: Sequence[Check[SessionT]], session: SessionT, tell: Tell) -> Report:
+    """The report with what the checks find."""
+
+    def note(result: Result) -> None:
+        report.results.append(result)
+        tell(line(result))
+
+    tell(report.head())
+    await run(checks, session, note)
+    tell(report.tail())
+    return report
 
 
 def described(spec: reward_pb2.DescribeResponse) -> dict[str, object]:

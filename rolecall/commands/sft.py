@@ -6,7 +6,6 @@ service is needed.
 
 import os
 import subprocess
-import sys
 
 from rolecall.data.adapter_files import check_start
 from rolecall.data.model_files import (
@@ -34,6 +33,7 @@ from rolecall.launcher.processes import STARTED, STOP_TIMEOUT_S, Worker
 from rolecall.launcher.tell_trackers import tell_trackers
 from rolecall.lifeline import tied
 from rolecall.settings import SftSettings, child_environment, require_visible
+from rolecall.terminal import say
 from rolecall.trackers import require as require_trackers
 
 NUM_TRIED = 100
@@ -72,14 +72,16 @@ def require(settings: SftSettings) -> None:
 
 def sft(settings: SftSettings, *, resume: bool) -> int:
     """Runs `settings` to its end; 0. RoleCallError says what its ranks failed of."""
+    say("starting  checking the model and the examples\n")
     require(settings)
     lock = prepare_run_dir(settings, resume=resume)
     try:
         settle(settings)
         worker = _plan(settings, resume)
+        say(f"starting  the ranks, whose log is {worker.log}\n")
         code = _run(worker)
         if code == 0:
-            sys.stdout.write(
+            say(
                 f"done: checkpoints in {settings.run.checkpoints}\n"
                 f"a run starts from it with model.path MODEL, a new directory:  rolecall export {settings.run.dir} "
                 "MODEL\n"

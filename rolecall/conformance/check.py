@@ -44,6 +44,14 @@ class Rule:
     """The contract, from the root of the repository."""
 
 
+class VerdictError(Exception):
+    """A call of the kit's has decided the check that made it."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.seen)
+        self.verdict = verdict
+
+
 class Session(Protocol):
     """A connection of a kit to the service that it looks at."""
 
@@ -111,9 +119,11 @@ def unless(problem: str | None, seen: str = "") -> Verdict:
     return passed(seen) if problem is None else failed(problem)
 
 
-async def run(checks: Sequence[Check[SessionT]], session: SessionT) -> list[Result]:
-    """Looks at one rule after the other. A check whose call fails has failed; where the service does not answer any
-    more after that, the others are skipped.
+async def run(
+    checks: Sequence[Check[SessionT]], session: SessionT, tell: Callable[[Result], None] = lambda result: None
+) -> list[Result]:
+    """Looks at one rule after the other, and tells each result as soon as it is known. A check whose call fails has
+    failed; where the service does not answer any more after that, the others are skipped.
     """
     results: list[Result] = []
     is_there = True
@@ -130,12 +140,15 @@ async def run(checks: Sequence[Check[SessionT]], session: SessionT) -> list[Resu
             session.failed.add(check.rule.name)
             is_there = is_there and await session.is_there()
         results.append(Result(check.rule, verdict, time.monotonic() - started))
+        tell(results[-1])
     return results
 
 
 async def _examined(check: Check[SessionT], session: SessionT) -> Verdict:
     try:
         return await check.examine(session)
+    except VerdictError as decided:
+        return decided.verdict
     except grpc.aio.AioRpcError as error:
         return failed(f"a call failed with {said(error)}")
 

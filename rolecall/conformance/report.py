@@ -1,7 +1,7 @@
 """The findings of a kit, as a table for people, as JSON and as JUnit's XML for machines."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from xml.etree import ElementTree
@@ -9,6 +9,10 @@ from xml.etree import ElementTree
 from rolecall.conformance.check import Result, Status
 
 WIDTH = 120
+NAME_WIDTH = 22
+"""Columns of a rule's name, as many as the longest has."""
+Tell = Callable[[str], object]
+"""Takes whole lines of a report, as soon as they are known."""
 _MARKS = {Status.PASSED: "ok", Status.FAILED: "FAILS", Status.SKIPPED: "skipped"}
 
 
@@ -34,10 +38,10 @@ class Report:
     address: str
     described: Mapping[str, Any]
     """What the service says it is."""
-    results: Sequence[Result]
+    results: list[Result] = field(default_factory=list)
     notes: Sequence[str] = ()
     """What breaks no rule and was perhaps not meant so."""
-    load: Sequence[Load] = field(default=())
+    load: Sequence[Load] = ()
 
     @property
     def has_passed(self) -> bool:
@@ -49,16 +53,17 @@ class Report:
 
     def text(self) -> str:
         """A table: a line for each rule, and below one that is broken what the contract asks and where."""
-        names = max(len(result.rule.name) for result in self.results)
+        return self.head() + "".join(map(line, self.results)) + self.tail()
+
+    def head(self) -> str:
+        """The lines above the rules, known before any is looked at."""
         described = ", ".join(f"{key} {value}" for key, value in self.described.items())
         lines = [f"{self.kit} at {self.address}", *textwrap.wrap(described, WIDTH), ""]
-        lines += [f"note: {note}" for note in self.notes]
-        for result in self.results:
-            head = f"  {result.rule.name:{names}}  {_MARKS[result.verdict.status]:7}  "
-            lines += _wrapped(result.verdict.seen, head)
-            if result.verdict.status is Status.FAILED:
-                asked = f'asked: "{result.rule.quote}" ({result.rule.element} in {result.rule.file})'
-                lines += _wrapped(asked, " " * len(head))
+        return _text([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def tail(self) -> str:
+        """The lines below the rules: figures under load, and how many were kept."""
+        lines = []
         if self.load:
             lines += ["", f"  {'calls at once':>13} {'items/s':>9} {'p50 ms':>8} {'p99 ms':>8} {'refused':>8}"]
             lines += [
@@ -68,7 +73,7 @@ class Report:
             ]
         counts = [self._count(status) for status in (Status.PASSED, Status.FAILED, Status.SKIPPED)]
         lines += ["", "{} rules: {} kept, {} broken, {} not looked at".format(len(self.results), *counts)]
-        return "".join(f"{line.rstrip()}\n" for line in lines)
+        return _text(lines)
 
     def json(self) -> dict[str, Any]:
         """One object: kit, address, passed, described, notes, rules (each with name, status, seen, quote, element,
@@ -120,6 +125,16 @@ class Report:
         return suite
 
 
+def line(result: Result) -> str:
+    """A rule and what was found of it, on a line or several."""
+    head = f"  {result.rule.name:{NAME_WIDTH}}  {_MARKS[result.verdict.status]:7}  "
+    lines = _wrapped(result.verdict.seen, head)
+    if result.verdict.status is Status.FAILED:
+        asked = f'asked: "{result.rule.quote}" ({result.rule.element} in {result.rule.file})'
+        lines += _wrapped(asked, " " * len(head))
+    return _text(lines)
+
+
 def junit(reports: Sequence[Report]) -> str:
     """JUnit's XML: the suite of one report, or those of several under one root."""
     root = reports[0].suite()
@@ -128,6 +143,10 @@ def junit(reports: Sequence[Report]) -> str:
         root.extend(report.suite() for report in reports)
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _text(lines: Sequence[str]) -> str:
+    return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
 def _wrapped(text: str, head: str) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rolecall.errors import ConfigError
-from rolecall.nearest import did_you_mean
+from rolecall.terminal import did_you_mean
 
 
 def check_engine_arguments(given: Iterable[str]) -> None:

@@ -4,7 +4,6 @@ Owns which metrics are shown and how. Reads RunStatus messages and nothing else.
 """
 
 import contextlib
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rolecall.terminal import let_go
 from rolecall.v1 import controller_pb2
 
 _Format = Callable[[float], str]
@@ -260,8 +260,7 @@ class Steady:
             self._view.close()
             self._stream.flush()
         except (OSError, UnicodeError):
-            # what is left in its buffer would fail Python's own flush, and make an exit code of that
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            let_go(self._stream)
 
 
 def render(status: controller_pb2.RunStatus, elapsed_s: float | None = None) -> RenderableType:

@@ -14,7 +14,7 @@ from rolecall.errors import ConfigError
 from rolecall.rpc import tls as tls_files
 from rolecall.rpc.client_calls import AbandonedCalls, StreamCalls, UnaryCalls
 from rolecall.rpc.identity import Party
-from rolecall.rpc.options import channel_options
+from rolecall.rpc.options import MAX_MESSAGE_BYTES, channel_options
 from rolecall.settings import RpcSection
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -34,6 +34,7 @@ def open_channel(
     ours: bool = True,
     server_name: str | None = None,
     default_timeout_s: float = DEFAULT_TIMEOUT_S,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Channel:
     """A channel to `target` (`host:port`, `unix:/path` or a gRPC target); connects at the first call. Close it when
     done.
@@ -66,7 +67,7 @@ def open_channel(
         *tracing,
         AbandonedCalls(),
     ]
-    options = channel_options(idempotent, loopback=is_loopback(target), ours=ours)
+    options = channel_options(idempotent, loopback=is_loopback(target), ours=ours, max_message_bytes=max_message_bytes)
     if server_name is not None and credentials is not None:
         options.append(("grpc.ssl_target_name_override", server_name))
     if credentials is None:

@@ -9,6 +9,10 @@ LIVENESS = "liveness"
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 """Largest message either way, stated on both sides; bulk data goes through the store or the weight channel."""
+MAX_GROUP_BYTES = 128 * 2**20
+"""The same where a RewardService is called, and where one is served that compares responses, for a group is never cut:
+64 responses of 131,072 tokens with their ids are 64 MiB, before what their prompt has besides.
+"""
 
 KEEPALIVE_S = 10.0
 """A connection with calls under way on which nothing moved for this long is pinged..."""
@@ -25,10 +29,13 @@ REPLICA_AGE_S = 60.0
 looks a name up only then, and would never find a replica that came. Calls under way end on the old connection, however
 long they take.
 """
-_SIZES: tuple[tuple[str, Any], ...] = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-)
+
+
+def _sizes(max_message_bytes: int) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+    ]
 
 
 def _keepalive(after_s: float) -> list[tuple[str, Any]]:
@@ -40,14 +47,14 @@ def _keepalive(after_s: float) -> list[tuple[str, Any]]:
     ]
 
 
-def server_options(max_age_s: float | None = None) -> list[tuple[str, Any]]:
+def server_options(max_age_s: float | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
     """Returns the options of a server, whose connections live for about `max_age_s`; None: as long as both ends do.
     SO_REUSEPORT is off, so that a second server on a port fails instead of silently taking every other connection.
     """
     age = [] if max_age_s is None else [("grpc.max_connection_age_ms", int(max_age_s * 1000))]
     return [
         *age,
-        *_SIZES,
+        *_sizes(max_message_bytes),
         *_keepalive(KEEPALIVE_S),
         ("grpc.so_reuseport", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
@@ -55,18 +62,20 @@ def server_options(max_age_s: float | None = None) -> list[tuple[str, Any]]:
     ]
 
 
-def channel_options(idempotent: Sequence[str], *, loopback: bool, ours: bool = True) -> list[tuple[str, Any]]:
+def channel_options(
+    idempotent: Sequence[str], *, loopback: bool, ours: bool = True, max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> list[tuple[str, Any]]:
     """`idempotent`: full names of the methods that gRPC may repeat by itself, e.g. `rolecall.v1.RewardService/Score`.
 
     ours: whether the servers take our pings. Where the target stands for several addresses, calls take turns over those
     that can be reached, and a repeated call goes to the next.
     """
     options = [
-        *_SIZES,
+        *_sizes(max_message_bytes),
         *_keepalive(KEEPALIVE_S if ours else STRANGERS_KEEPALIVE_S),
         ("grpc.enable_retries", 1),
         # A request larger than this buffer would not be repeated.
-        ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES),
+        ("grpc.per_rpc_retry_buffer_size", max_message_bytes),
         ("grpc.service_config", _service_config(idempotent)),
         ("grpc.service_config_disable_resolution", 1),
         ("grpc.initial_reconnect_backoff_ms", 200),

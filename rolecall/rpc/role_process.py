@@ -41,6 +41,7 @@ from rolecall.settings import (
     parent_to_die_with,
     with_running_store,
 )
+from rolecall.terminal import say
 
 if TYPE_CHECKING:
     from rolecall.rpc.server import Server
@@ -108,7 +109,7 @@ def _parse(role: str, words: list[str]) -> ServiceArgs:
         word = words.pop(0)
         key, equals, value = word.partition("=")
         if word in ("-h", "--help"):
-            sys.stdout.write(_USAGE.format(role=role, default="rollout-<random>" if role == "rollout" else role))
+            say(_USAGE.format(role=role, default="rollout-<random>" if role == "rollout" else role))
             raise SystemExit(0)
         if not word.startswith("-") and not files:
             files = [word]

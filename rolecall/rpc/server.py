@@ -20,7 +20,7 @@ from rolecall.rpc.callers import PUBLIC
 from rolecall.rpc.decoding import Decoding
 from rolecall.rpc.identity import Party, identify_for, party_of
 from rolecall.rpc.listening import require_tls, why_not
-from rolecall.rpc.options import LIVENESS, server_options
+from rolecall.rpc.options import LIVENESS, MAX_MESSAGE_BYTES, server_options
 from rolecall.rpc.server_calls import ServerCalls
 from rolecall.settings import RpcSection
 
@@ -56,6 +56,7 @@ class Server:
         setting: str = "",
         client_certificates: bool = True,
         max_age_s: float | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """Prepares a server for `bind` (`host:port`, port 0 takes a free one, or `unix:/path`).
 
@@ -76,7 +77,7 @@ class Server:
         tracing = aio_server_interceptor(filter_=filters.negate(filters.health_check()))  # type: ignore[no-untyped-call]
         self._server = grpc.aio.server(
             interceptors=[tracing, ServerCalls(identify_for(rpc) if isinstance(rpc, Party) else None), Decoding()],
-            options=server_options(max_age_s),
+            options=server_options(max_age_s, max_message_bytes),
             maximum_concurrent_rpcs=MAX_CALLS,
             compression=grpc.Compression.NoCompression,
         )

@@ -117,15 +117,17 @@ def to_error(
     if info.domain == DOMAIN and info.reason in _CLASSES:
         return _CLASSES[info.reason](details or info.reason, **dict(info.metadata))
     kind, what = _PLAIN.get(code, (RoleCallError, f"failed with {code.name}"))
+    remedy = ""
     if kind is errors.RateLimitedError and _TOO_LARGE.search(details or ""):
         kind, what = errors.ExhaustedError, "is at a limit"
+        remedy = "; send less in a message, or raise the limit of the side that refused it"
     if code is grpc.StatusCode.INTERNAL and _CUT_OFF.search(details or ""):
         kind, what = errors.UnavailableError, "was cut off"
-    remedy = (
-        "; a proxy's timeout is shorter than the call: set the route's timeout and its idle timeout to 0 in the mesh"
-        if _PROXY_TIMEOUT.search(details or "")
-        else ""
-    )
+    if _PROXY_TIMEOUT.search(details or ""):
+        remedy = (
+            "; a proxy's timeout is shorter than the call: set the route's timeout and its idle timeout to 0 in the "
+            "mesh"
+        )
     own = (
         {"retry_after_s": f"{pause.retry_delay.ToTimedelta().total_seconds():g}"}
         if pause.HasField("retry_delay")

@@ -16,25 +16,26 @@ import grpc
 from rolecall.errors import DeadlineError, RateLimitedError, RoleCallError, ScorerError
 from rolecall.rpc import deadlines
 from rolecall.rpc.channel import open_channel
+from rolecall.rpc.options import MAX_GROUP_BYTES
 from rolecall.rpc.tls import token_of
 from rolecall.scoring.exchange import believed, cut, only
 from rolecall.scoring.joint import JointCalls
 from rolecall.scoring.peer import Peer
 from rolecall.scoring.retries import with_retries
 from rolecall.scoring.scores import Failure, Outcome, change_of, spec_gaps, spec_problem
-from rolecall.settings import ExternalScorer, RewardSection, RpcSection, taken_names
+from rolecall.settings import FEW_CALLS, ControllerSection, ExternalScorer, RewardSection, RpcSection, taken_names
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-MAX_CONCURRENT_CALLS = 8
-"""Bound on the requests of one client under way; further ones wait, within their caller's deadline."""
 CAUSE_TIMEOUT_S = 2.0
 """Deadline of the call that asks why nobody answered; a connection that fails says so at once."""
 
 _IDEMPOTENT = ("rolecall.v1.RewardService/Score", "rolecall.v1.RewardService/Describe")
-"""Repeated on another replica when one dies in a call."""
+"""Repeated by gRPC, at once and on another replica, when one of our own service dies in a call. Towards others the
+attempts are counted (reward.proto), and retries.py alone makes them.
+"""
 
 
 class RewardClient:
@@ -48,13 +49,15 @@ class RewardClient:
         address: str,
         timeout_s: float,
         max_attempts: int,
+        max_calls: int = FEW_CALLS,
         is_foreign: bool = False,
         hedge_after_s: float | None = None,
         is_joint: bool = False,
         is_whole: bool = False,
     ) -> None:
         """`name` and `address` name the scorer in messages; `timeout_s` is the deadline of one call and `max_attempts`
-        the tries per call and per item. is_foreign: somebody else wrote it, so that gaps in its description are told.
+        the tries per call and per item. max_calls: bound on the requests under way; further ones wait, within their
+        caller's deadline. is_foreign: somebody else wrote it, so that gaps in its description are told.
         hedge_after_s: a Score call that takes longer is made a second time, and whichever answers first counts.
         is_joint: what waits may go together (joint.py); ids must then be unique among all that is scored.
         is_whole: it is the run's reward and not a component of it, so that its components are metrics of their own.
@@ -70,10 +73,10 @@ class RewardClient:
         self._first: reward_pb2.DescribeResponse | None = None
         """What it said first; what gives its numbers their meaning must not change after that."""
         self._asking: asyncio.Task[reward_pb2.DescribeResponse] | None = None
-        self._calls = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+        self._calls = asyncio.Semaphore(max_calls)
         self._peer = Peer(name=name, address=address, timeout_s=timeout_s, hedge_after_s=hedge_after_s)
         self._meter = ScorerMeter(name)
-        self._once = JointCalls(self._attempt, MAX_CONCURRENT_CALLS).score if is_joint else self._attempt
+        self._once = JointCalls(self._attempt, max_calls, timeout_s).score if is_joint else self._attempt
         self._is_undescribed = False
         """Whether `trouble` is that it does not describe itself."""
 
@@ -209,15 +212,16 @@ def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[
     """The controller's client of the run's reward service at `address`, and the channel to close after it. ConfigError
     for an unreadable token or roots.
     """
-    token = token_of(section.bearer_token_file)
+    token, ours = token_of(section.bearer_token_file), bool(section.components)
     channel = open_channel(
         address,
         rpc,
-        idempotent=_IDEMPOTENT,
+        idempotent=_IDEMPOTENT if ours else (),
         tls=True if section.tls else None,
         bearer_token=token,
         ca_file=None if section.ca_file == "system" else section.ca_file,
-        ours=bool(section.components),
+        ours=ours,
+        max_message_bytes=MAX_GROUP_BYTES,
     )
     client = RewardClient(
         channel,
@@ -225,7 +229,8 @@ def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[
         address=address,
         timeout_s=section.timeout_s,
         max_attempts=section.max_attempts,
-        is_foreign=not section.components,
+        max_calls=ControllerSection.max_score_calls if ours else FEW_CALLS,
+        is_foreign=not ours,
         is_joint=True,
         is_whole=True,
     )
@@ -240,11 +245,11 @@ def open_external(
     channel = open_channel(
         scorer.address,
         rpc,
-        idempotent=_IDEMPOTENT,
         tls=scorer.tls,
         bearer_token=token,
         ca_file=None if scorer.ca_file == "system" else scorer.ca_file,
         ours=False,
+        max_message_bytes=MAX_GROUP_BYTES,
     )
     client = RewardClient(
         channel,
@@ -252,6 +257,7 @@ def open_external(
         address=scorer.address,
         timeout_s=timeout_s,
         max_attempts=max_attempts,
+        max_calls=scorer.max_calls,
         is_foreign=True,
         hedge_after_s=scorer.hedge_after_s,
     )

@@ -46,9 +46,9 @@ _MISPLACED = (301, 302, 303, 307, 308, 404, 405, 410, 421)
 class HttpCarrier:
     """Calls of one HTTP server; `close` at the end."""
 
-    def __init__(self, scorer: ScorerServer, rpc: RpcSection, token: Callable[[], str] | None, max_calls: int) -> None:
-        """The server at the scorer's URL, called with what `token` gives, `max_calls` at a time. ConfigError when its
-        answers, or the token, would be seen on the way, and for unreadable roots.
+    def __init__(self, scorer: ScorerServer, rpc: RpcSection, token: Callable[[], str] | None) -> None:
+        """The server at the scorer's URL, called with what `token` gives. ConfigError when its answers, or the token,
+        would be seen on the way, and for unreadable roots.
         """
         url = urlsplit(scorer.address)
         here = is_loopback(f"{url.hostname}:{url.port or 80}")
@@ -65,7 +65,9 @@ class HttpCarrier:
         self._client = httpx2.AsyncClient(
             verify=_trust(scorer) if url.scheme == "https" else True,
             timeout=None,  # each call has one deadline, its own
-            limits=httpx2.Limits(max_connections=2 * max_calls),  # a second call beside each slow one has its own
+            limits=httpx2.Limits(
+                max_connections=2 * scorer.max_calls
+            ),  # a second call beside each slow one has its own
             trust_env=not here,
         )
 

@@ -6,8 +6,13 @@ would be answered within JOINT_S, by the last one. A joint call decides nothing 
 for a reason that may be another's is sent again by itself, and goes by itself until it has its scores. So a group that
 holds a call until its deadline holds up those of one call, once.
 
-Bounds: `num_calls` at a time, of MAX_ITEMS or one group; what waits is bounded by the callers. MAX_APART groups are
-remembered.
+Owns, too, how many calls are under way. A scorer that waits for a language model is given more of them, one by one; one
+that computes is not, for it would take each the longer, past its deadline: no more than would be answered within
+IN_TIME of that, by the last one, if it answers one after the other. Where groups become slow all at once, some calls
+are late all the same: they are made again, with few under way.
+
+Bounds: FEW_CALLS at a time, and up to `max_calls` of one group each; MAX_ITEMS or one group in a call; what waits is
+bounded by the callers. MAX_APART groups are remembered.
 """
 
 import asyncio
@@ -22,11 +27,16 @@ from itertools import islice
 from opentelemetry.trace import Span, get_current_span
 
 from rolecall.scoring.scores import Failure, Outcome
+from rolecall.settings import FEW_CALLS
 from rolecall.telemetry import span_for_all
 from rolecall.v1 import reward_pb2
 
 JOINT_S = 0.1
 """Seconds that a joint call is expected to take at most: far from any deadline."""
+IN_TIME = 0.5
+"""Share of a call's deadline in which it is expected to be answered beside the others. Half: where a server answers so
+many at a time, one more waits for a whole other call.
+"""
 MAX_ITEMS = 256
 """Most items of a joint call."""
 MAX_APART = 1024
@@ -51,17 +61,21 @@ class JointCalls:
     def __init__(
         self,
         call: Callable[[Sequence[reward_pb2.ScoreItem]], Awaitable[list[Outcome]]],
-        num_calls: int,
+        max_calls: int,
+        timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`call` returns an outcome for each item, in order, within a deadline; whatever fails is an outcome."""
+        """`call` returns an outcome for each item, in order, within `timeout_s`; whatever fails is an outcome."""
         self._call = call
-        self._num_calls = num_calls
+        self._max_calls = max_calls
+        self._timeout_s = timeout_s
         self._clock = clock
         self._waiting: list[_Asked] = []
         self._running: set[asyncio.Task[None]] = set()
         self._most_items = 0
         """Items that would be answered within JOINT_S, by the last call; 0 after a failure."""
+        self._num_calls = self._few_calls
+        """Calls of one group each that may be under way."""
         self._apart: dict[str, None] = {}
         """Names of the groups whose last call failed, in that order."""
 
@@ -86,11 +100,21 @@ class JointCalls:
         for group in list(islice(self._apart, max(0, len(self._apart) - MAX_APART))):
             del self._apart[group]
 
+    @property
+    def _few_calls(self) -> int:
+        return min(FEW_CALLS, self._max_calls)
+
+    def _has_room(self) -> bool:
+        """Whether another call may be begun. What would not go alone waits for company."""
+        goes_alone = 2 * len(self._waiting[0].items) > self._most_items
+        return len(self._running) < (self._num_calls if goes_alone else self._few_calls)
+
     def _begin(self) -> None:
-        while self._waiting and len(self._running) < self._num_calls:
+        while self._waiting and self._has_room():
             asked = self._next()
             if asked:
-                task = asyncio.create_task(self._answer(asked), context=asked[0].context)
+                answer = self._answer(asked, len(self._running) + 1)
+                task = asyncio.create_task(answer, context=asked[0].context)
                 self._running.add(task)
                 task.add_done_callback(self._ended)
                 for each in asked:
@@ -112,14 +136,12 @@ class JointCalls:
         taken, self._waiting = self._waiting[:number], self._waiting[number:]
         return [asked for asked in taken if not asked.outcomes.done()]
 
-    async def _answer(self, together: Sequence[_Asked]) -> None:
+    async def _answer(self, together: Sequence[_Asked], num_running: int) -> None:
         items, began = [item for asked in together for item in asked.items], self._clock()
         try:
             with span_for_all("score together", [asked.span for asked in together]) if together[1:] else nullcontext():
                 outcomes = await self._call(items)
-            has_failed = any(isinstance(outcome, Failure) for outcome in outcomes)
-            items_per_s = 0.0 if has_failed else len(items) / max(self._clock() - began, 1e-6)
-            self._most_items = min(MAX_ITEMS, int(JOINT_S * items_per_s))
+            self._learn(outcomes, max(self._clock() - began, 1e-6), num_running)
             answers = iter(outcomes)
             for asked in together:
                 own = list(islice(answers, len(asked.items)))
@@ -133,6 +155,17 @@ class JointCalls:
         finally:  # also where the channel was closed under the call, which ends it as if it were cancelled
             for asked in together:
                 asked.outcomes.cancel()
+
+    def _learn(self, outcomes: Sequence[Outcome], seconds: float, num_running: int) -> None:
+        """Draws the bounds from a call that took `seconds`, begun as one of `num_running`."""
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        self._most_items = 0 if failures else min(MAX_ITEMS, int(JOINT_S * len(outcomes) / seconds))
+        if any(failure.retryable for failure in failures):
+            self._num_calls = self._few_calls
+        elif num_running >= self._few_calls:  # fewer say nothing of more
+            in_time = int(num_running * IN_TIME * self._timeout_s / seconds)
+            is_reached = num_running >= self._num_calls
+            self._num_calls = max(self._few_calls, min(self._num_calls + is_reached, self._max_calls, in_time))
 
 
 def _end_unwanted(task: "asyncio.Task[None]", together: Sequence[_Asked], _: object) -> None:

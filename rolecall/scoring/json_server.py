@@ -14,11 +14,6 @@ from rolecall.scoring.open_inference import InferenceCarrier
 from rolecall.scoring.peer import Peer
 from rolecall.settings import RpcSection, ScorerServer, token_given
 
-MAX_CONCURRENT_CALLS = 64
-"""Bound on the calls of one component under way, where it sets none: a language model answers many at a time, each
-slowly. Further ones wait, within their caller's deadline.
-"""
-
 
 class Carrier(Protocol):
     """The way to a server that takes and answers JSON."""
@@ -37,26 +32,19 @@ class Carrier(Protocol):
 class JsonServer:
     """A server that speaks JSON. Used from one event loop; `close` at the end."""
 
-    def __init__(
-        self,
-        name: str,
-        scorer: ScorerServer,
-        rpc: RpcSection,
-        *,
-        timeout_s: float,
-        max_calls: int = MAX_CONCURRENT_CALLS,
-    ) -> None:
-        """The server of the component `name`, with `timeout_s` for each of `max_calls` at a time. ConfigError when its
-        answers, or the token, would be seen on the way, and for an unreadable token or roots.
+    def __init__(self, name: str, scorer: ScorerServer, rpc: RpcSection, *, timeout_s: float) -> None:
+        """The server of the component `name`, with `timeout_s` for each of scorer.max_calls at a time; further ones
+        wait, within their caller's deadline. ConfigError when its answers, or the token, would be seen on the way, and
+        for an unreadable token or roots.
         """
         given = token_given(name)
         token = token_of(scorer.bearer_token_file) or (None if given is None else lambda: given)
         self._carrier: Carrier = (
-            InferenceCarrier(scorer, rpc, token) if scorer.over_grpc else HttpCarrier(scorer, rpc, token, max_calls)
+            InferenceCarrier(scorer, rpc, token) if scorer.over_grpc else HttpCarrier(scorer, rpc, token)
         )
         self._timeout_s = timeout_s
         self.peer = Peer(name=name, address=scorer.address, timeout_s=timeout_s, hedge_after_s=scorer.hedge_after_s)
-        self._calls = asyncio.Semaphore(max_calls)
+        self._calls = asyncio.Semaphore(scorer.max_calls)
 
     async def post(self, path: str, body: object) -> Any:
         """Returns the JSON that the server answers to the JSON `body` at `path` below its URL. Raises what a

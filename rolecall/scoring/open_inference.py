@@ -34,7 +34,6 @@ class InferenceCarrier:
         self._channel = open_channel(
             url.netloc,
             rpc,
-            idempotent=(f"{_SERVICE[1:]}/ModelMetadata", f"{_SERVICE[1:]}/ModelInfer"),
             tls=scorer.tls,
             bearer_token=token,
             ca_file=None if scorer.ca_file == "system" else scorer.ca_file,

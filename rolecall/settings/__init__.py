@@ -101,6 +101,7 @@ from rolecall.settings.reward_model import ProcessSection, RewardModelSettings
 from rolecall.settings.rubric import Rubric
 from rolecall.settings.run import RunSettings
 from rolecall.settings.section import (
+    FEW_CALLS,
     AddressSection,
     CheckpointUrl,
     ConfigPath,
@@ -143,6 +144,7 @@ from rolecall.settings.trainers import (
 __all__ = [
     "ACTOR_BASE",
     "COMPARING",
+    "FEW_CALLS",
     "KL_ERROR_BOUND",
     "ActorSection",
     "AdaptiveKl",

@@ -119,7 +119,12 @@ class CodeScorer(Section):
         """The server that runs the programs; None: a sandbox here does."""
         if self.address is None:
             return None
-        return CodeServer(address=self.address, ca_file=self.ca_file, bearer_token_file=self.bearer_token_file)
+        return CodeServer(
+            address=self.address,
+            ca_file=self.ca_file,
+            bearer_token_file=self.bearer_token_file,
+            num_calls=self.num_calls,
+        )
 
     @property
     def longest_s(self) -> float:

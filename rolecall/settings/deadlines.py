@@ -39,6 +39,8 @@ PREFILL_TOKENS = 8192
 """Prompt tokens of one step of the sampler, at the least: an engine that is given more keeps its bound."""
 PROBED_TOKENS = 2 * 256
 """Tokens of a publish's probe, which each side computes twice (services/controller/publish/probe.py)."""
+CPU_START_S = 300.0
+"""Imports and the meeting of ranks, beside the reading of a model."""
 GPU_START_S = 900.0
 """Compilation and the capture of CUDA graphs, beside the reading."""
 GPU_HANG_S = 300.0
@@ -87,6 +89,16 @@ def filled_in(settings: "RunSettings", derived: Iterable[Deadline]) -> dict[str,
     return sections
 
 
+def loading_s(num_bytes: int, *, on_gpus: bool) -> float:
+    """The time in which a process that serves a model of so many bytes is up."""
+    return float(round((GPU_START_S if on_gpus else CPU_START_S) + num_bytes / DISK_BYTES_PER_S))
+
+
+def model_bytes(path: Path) -> int:
+    """The bytes of a model's weights; 0 where there is no such directory, which others complain of."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
 class _Derivation:
     def __init__(self, settings: "RunSettings") -> None:
         self._settings = settings
@@ -97,7 +109,7 @@ class _Derivation:
         self._trainers = self._trained + [
             (section, section.path or settings.model.path) for section in settings.references.values()
         ]
-        self._bytes = {path: _model_bytes(path) for _, path in self._trainers}
+        self._bytes = {path: model_bytes(path) for _, path in self._trainers}
 
     def derive(self) -> None:
         """Derives the deadlines, in an order in which each is known before another is made of it."""
@@ -148,11 +160,10 @@ class _Derivation:
 
     def _controller(self, publish_s: float) -> None:
         settings, largest = self._settings, max(self._bytes.values())
-        base_s, on = (GPU_START_S, "GPUs") if self._uses_gpus else (300.0, "CPUs")
+        base_s, on = (GPU_START_S, "GPUs") if self._uses_gpus else (CPU_START_S, "CPUs")
         read = f"{on}, {base_s:g} s and {_size(largest)} of the largest model at {DISK_BYTES_PER_S / 1e6:g} MB/s"
-        start_s = self._say(
-            settings.controller, "controller", "start_timeout_s", base_s + largest / DISK_BYTES_PER_S, read
-        )
+        read_s = loading_s(largest, on_gpus=self._uses_gpus)
+        start_s = self._say(settings.controller, "controller", "start_timeout_s", read_s, read)
         longest_s = max(start_s, publish_s)
         self._say(
             settings.controller,
@@ -207,11 +218,6 @@ class _Derivation:
         deadline = Deadline(name, field, max(given, float(round(seconds))), f"{why}; at least {given:g} s")
         self.derived.append(deadline)
         return deadline.seconds
-
-
-def _model_bytes(path: Path) -> int:
-    """The bytes of a model's weights; 0 where there is no such directory, which others complain of."""
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
 def _size(num_bytes: float) -> str:

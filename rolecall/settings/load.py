@@ -10,13 +10,13 @@ from pydantic_core import ErrorDetails
 
 from rolecall.config_file import load_tree, override_tree, read_tree
 from rolecall.errors import ConfigError
-from rolecall.nearest import did_you_mean
 from rolecall.settings.data import JobSection, RunSection
 from rolecall.settings.environment import from_environment
 from rolecall.settings.reward_model import RewardModelSettings
 from rolecall.settings.run import RunSettings
 from rolecall.settings.section import Section
 from rolecall.settings.sft import SftRunSection, SftSettings
+from rolecall.terminal import did_you_mean
 
 CONFIG = "config.yaml"
 """The resolved configuration in a run's folder."""

@@ -24,6 +24,8 @@ from rolecall.settings.code import CodeScorer
 from rolecall.settings.presets import PresetScorer
 from rolecall.settings.rubric import Rubric, rubric_tree
 from rolecall.settings.section import (
+    FEW_CALLS,
+    MANY_CALLS,
     ConfigPath,
     NonNegativeInt,
     Pattern,
@@ -194,6 +196,11 @@ class ExternalScorer(ScorerServer):
     """What a judge is asked, and what its answers are worth: a YAML file, or what stands in one
     (rolecall/settings/rubric.py).
     """
+
+    @property
+    def max_calls(self) -> int:
+        """The bound on its calls under way."""
+        return self.num_calls or (FEW_CALLS if self.kind == "external" else MANY_CALLS)
 
     @property
     def look_path(self) -> str:

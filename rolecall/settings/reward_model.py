@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
+from rolecall.settings.deadlines import loading_s, model_bytes
 from rolecall.settings.section import Address, ConfigPath, Section
 from rolecall.settings.services import RpcSection, TelemetrySection
 from rolecall.settings.trainers import TrainerSection
@@ -58,7 +59,7 @@ class RewardModelSettings(TrainerSection):
     num_threads: PositiveInt | None = None
     """Threads per rank on CPUs; absent: the machine's cores over the ranks."""
     start_timeout_s: PositiveFloat = 300.0
-    """Deadline for the model to be loaded."""
+    """Deadline for the model to be loaded; unless set, longer on GPUs and for larger models."""
     bearer_token_file: ConfigPath | None = None
     """File with a token that callers must send; absent: anybody may call."""
     rpc: RpcSection = RpcSection()
@@ -74,4 +75,11 @@ class RewardModelSettings(TrainerSection):
             raise ValueError("reference holds no {ground_truth}, where the reference answer goes; add it")
         if self.process is not None and not (self.process.separator and self.process.split):
             raise ValueError("process.separator and process.split must not be empty")
+        return self
+
+    @model_validator(mode="after")
+    def _start_is_derived(self) -> Self:
+        if "start_timeout_s" not in self.model_fields_set:
+            # not by attribute: to everybody else the file is frozen
+            vars(self).update(start_timeout_s=loading_s(model_bytes(self.path), on_gpus=bool(self.devices)))
         return self

@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     PositiveFloat,
+    PositiveInt,
     SecretStr,
     model_validator,
 )
@@ -259,6 +260,14 @@ class ServiceSection(AddressSection):
     """
 
 
+FEW_CALLS = 8
+"""Calls under way at a time to a scorer of which it is not known how many it answers at once. Where it is one, and it
+takes an eighth of a call's deadline, the last is still in time.
+"""
+MANY_CALLS = 64
+"""The same of a server that speaks HTTP, behind which a language model answers many at a time, each slowly."""
+
+
 class ScorerServer(Section):
     """A server that scores, or that does what scoring needs."""
 
@@ -276,6 +285,16 @@ class ScorerServer(Section):
     """Seconds after which a call that has no answer is made a second time, beside the first: for a scorer whose slowest
     answers are much slower than most, and that can take twice the calls. Absent: never.
     """
+    num_calls: PositiveInt | None = None
+    """Calls of it under way at a time, each with the component's timeout_s from when it is sent; further ones wait
+    here. Absent: 8 of external, 64 of the others. The run has 32 groups scored at a time, so of external, called once
+    for a group unless it takes fewer items at once, more than 32 are seldom used; a judge is called for each response.
+    """
+
+    @property
+    def max_calls(self) -> int:
+        """The bound on its calls under way."""
+        return self.num_calls or MANY_CALLS
 
     @property
     def tls(self) -> bool:

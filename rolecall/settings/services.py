@@ -287,7 +287,9 @@ class ControllerSection(AddressSection):
     between; one more stops the run.
     """
     max_score_calls: ClassVar[int] = 32
-    """Score calls under way at a time: they wait for the reward service, which has a queue of its own."""
+    """Groups that are scored at a time, and most Score calls to our own reward service under way for them: fewer where
+    more would not be answered within half of reward.timeout_s (rolecall/scoring/joint.py).
+    """
 
     @property
     def heartbeat_s(self) -> float:

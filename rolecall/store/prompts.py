@@ -41,6 +41,8 @@ class Claim:
     """
     traceparent: str
     """W3C trace context of the admission; empty when tracing is off."""
+    ledger: str
+    """Id of the ledger that it is claimed of: another ledger, of a run of the same name too, counts deliveries anew."""
 
     @property
     def delivery(self) -> str:
@@ -76,7 +78,7 @@ class PromptQueue:
             raise StoreUnavailableError(f"another claim of {self._consumer} has not ended for {CALL_DEADLINE_S:.0f} s")
         try:
             self._unanswered = self._unanswered or time.monotonic_ns() // 1000
-            last, entries = self._call("claim", self._consumer, max_groups, self._unanswered).values
+            last, entries, ledger = self._call("claim", self._consumer, max_groups, self._unanswered).values
             self._unanswered = 0
             self._delivered = last.decode()
         except NotAttestedError:
@@ -84,7 +86,7 @@ class PromptQueue:
             raise
         finally:
             self._claiming.release()
-        return [self._claim(*entry) for entry in entries]
+        return [self._claim(ledger, *entry) for entry in entries]
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until there may be new work, at most min(`timeout_s`, MAX_BLOCK_S). Released groups do not end the
@@ -150,11 +152,16 @@ class PromptQueue:
         return scripts.check(self._connection.script(script, scripts.ledger_keys(self._run), args), self._run)
 
     def _claim(
-        self, entry: bytes, count: int, excused: int, max_in_hand: int, group: bytes, traceparent: bytes
+        self, ledger: bytes, entry: bytes, count: int, excused: int, max_in_hand: int, group: bytes, traceparent: bytes
     ) -> Claim:
-        token = f"{self._consumer}-{count}"
         return Claim(
-            entry.decode(), token, PromptGroup.FromString(group), count - excused, max_in_hand, traceparent.decode()
+            entry.decode(),
+            f"{self._consumer}-{count}",
+            PromptGroup.FromString(group),
+            count - excused,
+            max_in_hand,
+            traceparent.decode(),
+            ledger.decode(),
         )
 
 

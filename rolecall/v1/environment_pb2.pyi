@@ -267,11 +267,13 @@ class ResetRequest(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     session: _builtins.str
-    """Name of the session, 1 to 512 printable ASCII characters: "<run>/<gid>/<i>/<claim token>", with another for each
+    """Name of the session, 1 to 512 printable ASCII characters: "<run>/<ledger>/<gid>/<i>/<claim token>", with another for each
     attempt. Two episodes never share one. The whole of it tells sessions apart. [session.name]
     """
     group: _builtins.str
-    """The group that the session belongs to, "<run>/<gid>"."""
+    """The group that the session belongs to, "<run>/<ledger>/<gid>": fences are compared within a ledger, which a run that goes
+    on keeps and another run of its name does not.
+    """
     fence: _builtins.int
     """Number of the attempt at the group: who claims it later has a higher one; >= 0."""
     seed: _builtins.int

@@ -402,8 +402,8 @@ class DescribeResponse(_message.Message):
     whole_groups: _builtins.bool
     """Whether a score may depend on the other items of its group (a comparison): a request then holds whole groups, past
     max_items where one group alone is larger, and an item without a group is one of its own. Nor is a group cut at
-    4 MiB: the server raises its limit of what it receives, which is 4 MiB by gRPC's default, to 16 MiB, which is what
-    callers send at most.
+    4 MiB: the server raises its limit of what it receives, which is 4 MiB by gRPC's default, to 16 MiB, and further
+    where groups are larger. Callers send up to 128 MiB; a group beyond that, or beyond what the server takes, is dropped.
     """
     @_builtins.property
     def reads(self) -> _containers.RepeatedScalarFieldContainer[Global___ScoreField.ValueType]:

@@ -23,7 +23,7 @@ async def serve_reward(args: ServiceArgs) -> None:
     """Serves rewards until the process is asked to stop. Health is SERVING once every component can score."""
     from rolecall import telemetry  # gRPC and its friends after the configuration has been checked
     from rolecall.rpc.membership import Membership
-    from rolecall.rpc.options import REPLICA_AGE_S
+    from rolecall.rpc.options import MAX_GROUP_BYTES, MAX_MESSAGE_BYTES, REPLICA_AGE_S
     from rolecall.rpc.role_process import serve
     from rolecall.rpc.server import Server
     from rolecall.v1 import controller_pb2, reward_pb2_grpc
@@ -36,7 +36,13 @@ async def serve_reward(args: ServiceArgs) -> None:
     reward = reward_settings(settings)
     dispatcher = Dispatcher(reward, settings.rpc)
     telemetry.show_states(dispatcher.states)
-    server = Server(settings.rpc, reward.bind, setting="reward.bind", max_age_s=REPLICA_AGE_S)
+    server = Server(
+        settings.rpc,
+        reward.bind,
+        setting="reward.bind",
+        max_age_s=REPLICA_AGE_S,
+        max_message_bytes=MAX_GROUP_BYTES if reward.may_compare else MAX_MESSAGE_BYTES,
+    )
     membership: Membership | None = None
 
     def on_score() -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolecall.errors import ConfigError
-from rolecall.settings import CodeScorer, ExternalScorer, RewardComponent, RunSettings
+from rolecall.settings import CodeScorer, ExternalScorer, FunctionScorer, RewardComponent, RunSettings
 from services.reward.catalog import LocalScorer
 
 
@@ -42,6 +42,16 @@ class RewardSettings:
             for name, component in self.components.items()
             if component.server is not None and isinstance(component.scorer, ExternalScorer | CodeScorer)
         }
+
+    @property
+    def may_compare(self) -> bool:
+        """Whether a component takes whole groups; an external one says so itself, later."""
+        return any(
+            (isinstance(scorer, FunctionScorer) and scorer.scope == "group")
+            or (isinstance(scorer, ExternalScorer) and scorer.kind == "external")
+            or (isinstance(scorer, ExternalScorer) and scorer.kind == "judge" and scorer.asked.scope == "group")
+            for scorer in (component.scorer for component in self.components.values())
+        )
 
 
 def reward_settings(settings: RunSettings) -> RewardSettings:

@@ -11,11 +11,12 @@ first unanswered one: that is what a deadline or a death is blamed on.
 import struct
 from collections.abc import Iterator
 
+from rolecall.rpc.options import MAX_GROUP_BYTES
 from rolecall.settings import Section
 
 HEADER = struct.Struct("<IH")
-MAX_PAYLOAD_BYTES = 64 * 2**20
-"""A longer frame is not one of ours: the other side is broken."""
+MAX_PAYLOAD_BYTES = MAX_GROUP_BYTES
+"""A longer frame is not one of ours, for a task is part of a request: the other side is broken."""
 
 
 class WorkerReady(Section):

@@ -22,11 +22,12 @@ from rolecall.config_file import overrides_from
 from rolecall.data.dataset import RawPrompt, load_prompts, rows_of
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.errors import ConfigError, RoleCallError, print_error
+from rolecall.errors import ConfigError
 from rolecall.scoring.client import open_client
 from rolecall.scoring.exchange import believed
 from rolecall.scoring.scores import Failure, Outcome, Score, chunked
 from rolecall.settings import RunSettings, load_settings
+from rolecall.terminal import exit_code
 from rolecall.v1 import reward_pb2, trajectory_pb2
 from services.reward.config import reward_settings
 from services.reward.dispatcher import Dispatcher
@@ -55,17 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="for programs: every score and the table")
     arguments, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
-    try:
-        settings = load_settings(arguments.config, overrides_from(rest, _FLAGS))
-        items = items_of(settings, arguments.file, arguments.response_field)
-        started = time.monotonic()
-        outcomes = asyncio.run(scored(settings, items))
-        seconds = time.monotonic() - started
-    except RoleCallError as error:
-        print_error(error.message)
-        return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        return 130
+    return exit_code(lambda: _score(arguments, rest))
+
+
+def _score(arguments: argparse.Namespace, rest: list[str]) -> int:
+    settings = load_settings(arguments.config, overrides_from(rest, _FLAGS))
+    items = items_of(settings, arguments.file, arguments.response_field)
+    started = time.monotonic()
+    outcomes = asyncio.run(scored(settings, items))
+    seconds = time.monotonic() - started
     table = table_of(outcomes, settings.reward.solved_at)
     if arguments.json:
         rows = [_as_json(item, outcome) for item, outcome in zip(items, outcomes, strict=True)]

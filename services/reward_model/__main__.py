@@ -60,6 +60,7 @@ async def _serve(settings: RewardModelSettings) -> None:
     device_thread = DeviceThread()
     telemetry.show_states(device_thread.states)
     hooks = ProcessHooks(settings.name, device_thread.progressed, way_out)
+    logger.info("%s loads %s, within start_timeout_s = %g s", settings.name, settings.path, settings.start_timeout_s)
     try:
         async with asyncio.timeout(settings.start_timeout_s):
             ranks = await device_thread.run(lambda: build(settings, folder, hooks), "loading the model")

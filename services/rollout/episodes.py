@@ -177,7 +177,7 @@ class Episodes:
         task at all.
         """
         group, fence = claim.group, int(claim.delivery)
-        name = f"{self._settings.run}/{group.gid}"
+        name = f"{self._settings.run}/{claim.ledger}/{group.gid}"
         if fence > 1:
             await self._environment.close_older(name, fence)
         places = [

@@ -91,7 +91,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncGenerator[tuple[int, SampleRequest, Response], None]:
         """(index, what it began with, response) of each as it ends; episodes end together."""
         if isinstance(self._sampler, Episodes):
-            name = f"{request.id}/call-{self._num_calls}"
+            # without us in it, another replica that is asked the same would play in our sessions
+            name = f"{request.id}/{self._consumer}/call-{self._num_calls}"
             for index, (began, response) in enumerate(
                 zip(*await self._sampler.respond(name, request.prompt, requests), strict=True)
             ):

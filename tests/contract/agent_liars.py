@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from rolecall.errors import RateLimitedError, RoleCallError
+from rolecall.errors import RateLimitedError, RoleCallError, SessionLostError
 from tests.contract.agent_honest import HonestAgent, Ran, RunCall, SpentError
 from tests.contract.environment_honest import LEASE_S, Answer, CloseCall, Closed, Kept, State, StepCall
 from tests.contract.liars import Liars
@@ -190,3 +190,17 @@ class Hasty(HonestAgent):
                 return await super().work(kept, request)
         except TimeoutError as error:
             raise RoleCallError("it took too long") from error
+
+
+@LIARS.being("run.lease", lease_s=LEASE_S)
+class Reaping(HonestAgent):
+    """A session is closed for its lease while it is run."""
+
+    async def work(self, kept: Kept, request: RunCall) -> Any:
+        try:
+            async with asyncio.timeout(self.spec.lease_s):
+                return await super().work(kept, request)
+        except TimeoutError as error:
+            self.open.pop(kept.request.session, None)
+            self.closed[kept.request.session] = Closed()
+            raise SessionLostError("its lease is over") from error

@@ -32,6 +32,8 @@ NUM_TASKS = 20
 """Tasks of its split "train"."""
 WORK_S = 0.02
 """Seconds that Reset and Step of one take which a second call is to meet at work; of others they take none."""
+CALL_S = 120.0
+"""Deadline of a call, for machines that are busy."""
 LEASE_S = 1.5
 """The lease of one whose end is waited for."""
 T = TypeVar("T")
@@ -79,6 +81,9 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
             lease_s=lease_s,
             roles=["user", "tool"],
             deterministic=True,
+            reset_timeout_s=CALL_S,
+            step_timeout_s=CALL_S,
+            close_timeout_s=CALL_S,
             splits=["train", "test"],
         )
         self.tasks = [
@@ -237,12 +242,16 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
             kept.num_calls -= 1
             kept.touched_at = time.monotonic()
 
+    def is_left(self, kept: Kept) -> bool:
+        """Whether nobody called a session for so long that it is closed."""
+        return kept.num_calls == 0 and time.monotonic() - kept.touched_at > 1.5 * self.spec.lease_s
+
     async def reap(self) -> None:
         """Closes sessions whose lease has ended. Runs until cancelled."""
         while True:
             await asyncio.sleep(self.spec.lease_s / 10)
             for name, kept in list(self.open.items()):
-                if kept.num_calls == 0 and time.monotonic() - kept.touched_at > 1.5 * self.spec.lease_s:
+                if self.is_left(kept):
                     del self.open[name]
                     self.closed[name] = Closed()
 

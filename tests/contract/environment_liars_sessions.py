@@ -374,6 +374,17 @@ class Recovering(Honest):
         super().grade(kept, closed)
 
 
+@LIARS.being("step.order", lease_s=0.5)
+class Reaping(Honest):
+    """A session is closed for its lease while a turn is under way, and every turn takes longer."""
+
+    async def take(self, kept: Kept, request: StepCall) -> Answer:
+        await asyncio.sleep(self.spec.lease_s)
+        self.open.pop(kept.request.session, None)
+        self.closed[kept.request.session] = Closed()
+        raise SessionLostError("its lease is over")
+
+
 @LIARS.being("session.lease", lease_s=LEASE_S)
 class Hasty(Honest):
     """A repeated call renews no lease."""

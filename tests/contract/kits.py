@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from tests.contract import (
 
 ROOT = Path(__file__).parents[2]
 CONTRACTS = "proto/rolecall/v1"
-QUICK = Options(timeout_s=30.0, load_s=0.01, abandoned_work_s=0.01, slack_s=30.0)
-ABANDONED = Options(load_s=0.01, abandoned_work_s=0.01, slack_s=0.1)
+QUICK = Options(timeout_s=120.0, load_s=0.01, abandoned_work_s=0.01, slack_s=30.0)
+"""With deadlines for machines that are busy."""
+ABANDONED = replace(QUICK, slack_s=0.1)
 ROWS: tuple[Mapping[str, object], ...] = ({}, {"uid": "b", "prompt": "Go."}, {"fails": True, "actions": ["a", "fail"]})
 UNLISTED = {check.rule.name for check in environment.CHECKS if check.rule.name.startswith("tasks.")}
 """Rules of which nothing shows where an environment lists no tasks."""

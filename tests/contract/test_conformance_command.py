@@ -1,5 +1,6 @@
 """`rolecall conformance`: what it writes, for people and for machines, and the usage and the items that it refuses."""
 
+import asyncio
 import json
 import re
 import signal
@@ -16,6 +17,7 @@ from rolecall.conformance.environment.rows import read_file
 from rolecall.conformance.report import junit
 from rolecall.conformance.reward.pool import read_pool
 from rolecall.errors import ConfigError
+from tests.contract import reward_peers
 from tests.contract.kits import CONTRACTS, KITS, ROOT, broken, examined
 from tests.contract.reward_liars import LIARS, Honest
 from tests.ports import free_port
@@ -108,7 +110,7 @@ def test_the_command_writes_for_people_and_for_machines(
         assert re.search(rf"{len(KITS[kit].checks)} rules: \d+ kept, 0 broken", text.stdout)
         assert not re.search(r"\| +(torch|transformers|vllm)$", text.stderr, re.M)
         file = tmp_path / "junit.xml"
-        assert main(["conformance", address, "--load-seconds", "0.05", "--json", "--junit", str(file)]) == 0
+        assert main(["conformance", *words[words.index(address) :], "--json", "--junit", str(file)]) == 0
         whole = json.loads(capsys.readouterr().out)
     finally:
         server.send_signal(signal.SIGTERM)
@@ -117,6 +119,15 @@ def test_the_command_writes_for_people_and_for_machines(
     assert len(whole["rules"]) == len(KITS[kit].checks)
     suite = ElementTree.parse(file).getroot()
     assert (suite.get("tests"), suite.get("failures")) == (str(len(KITS[kit].checks)), "0")
+
+
+async def test_the_file_is_written_though_the_reader_of_the_table_leaves(tmp_path: Path) -> None:
+    file = tmp_path / "junit.xml"
+    async with reward_peers.serving(Honest()) as address:
+        words = f"{sys.executable} -m rolecall conformance {address} --load-seconds 0 --timeout 60 --junit {file}"
+        command = await asyncio.create_subprocess_exec("bash", "-o", "pipefail", "-c", f"{words} | head -n 1", cwd=ROOT)
+        assert await asyncio.wait_for(command.wait(), 120) == 0
+    assert ElementTree.parse(file).getroot().get("tests") == str(len(KITS["reward"].checks))
 
 
 async def test_junit_tells_a_failure_with_its_rule() -> None:

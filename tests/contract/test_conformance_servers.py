@@ -23,7 +23,12 @@ from rolecall.conformance.report import junit
 from rolecall.conformance.reward.pool import own_pool
 from rolecall.conformance.reward.session import Options
 from rolecall.environment.client import open_environment
-from rolecall.errors import ConfigError, EpisodeLostError, VersionMismatchError
+from rolecall.errors import (
+    ConfigError,
+    EpisodeLostError,
+    RateLimitedError,
+    VersionMismatchError,
+)
 from rolecall.reward import SERVICE_NAME, Scorer, description, new_server, one_by_one
 from rolecall.rpc.listening import rpc_section
 from rolecall.rpc.server import Server
@@ -70,45 +75,12 @@ async def test_both_contracts_at_one_address_get_a_report_each() -> None:
     server.add(add, environment_honest.Honest(), environment_honest.SERVICE_NAME)
     address = await server.start()
     await server.set_serving(True)
-    reports = await examine(Peer(address), None, QUICK)
+    told: list[str] = []
+    reports = await examine(Peer(address), None, QUICK, told.append)
     await server.drain(0.0)
+    assert "".join(told) == "\n".join(report.text() for report in reports)
     assert [(report.kit, broken(report)) for report in reports] == [("RewardService", []), ("EnvironmentService", [])]
     assert [suite.get("failures") for suite in ElementTree.fromstring(junit(reports))] == ["0", "0"]
-
-
-class Shortening(environment_honest.Honest):
-    """It is not deterministic: episodes come to end earlier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spec.deterministic = False
-        self.lengths: dict[str, int] = {}
-
-    def most_turns(self, kept: environment_honest.Kept) -> int:
-        num_begun = len(self.lengths)
-        return self.lengths.setdefault(kept.request.session, max(2, environment_honest.NUM_TURNS - num_begun // 8))
-
-
-async def test_an_environment_whose_episodes_end_by_chance_keeps_every_rule(tmp_path: Path) -> None:
-    async with environment_honest.serving(Shortening()) as address:
-        report = await examine_environment(Peer(address), read_file(written(tmp_path, *ROWS)))
-    assert broken(report) == [], report.text()
-
-
-class Hanging(environment_honest.Honest):
-    """Its turns have no end."""
-
-    async def take(self, kept: environment_honest.Kept, request: Any) -> Any:
-        return await asyncio.Event().wait()
-
-
-async def test_a_call_that_hangs_is_left_after_the_time_that_the_environment_names(tmp_path: Path) -> None:
-    hanging = Hanging()
-    hanging.spec.step_timeout_s = hanging.spec.close_timeout_s = 0.3
-    async with environment_honest.serving(hanging) as address, asyncio.timeout(60):
-        report = await examine_environment(Peer(address), read_file(written(tmp_path, *ROWS)))
-    assert "step.order" in broken(report)
-    assert "DEADLINE_EXCEEDED" in report.text()
 
 
 async def test_an_address_that_serves_neither_contract_is_told() -> None:
@@ -215,6 +187,25 @@ async def test_a_server_that_turns_every_call_away_is_given_up_once_and_not_by_e
     async with serving(GoneAfterTwelve()) as address, asyncio.timeout(60):
         report = await examine_scorer(Peer(address), own_pool(), QUICK)
     assert "calls.load" in broken(report)
+
+
+class Spent(Honest):
+    """Its quota is spent."""
+
+    num_calls = 0
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
+        self.num_calls += 1
+        if self.num_calls > 12:
+            raise RateLimitedError("no quota is left")
+        return await super().Score(request, context)
+
+
+async def test_a_quota_that_is_spent_is_given_up_once_and_not_by_every_rule() -> None:
+    async with serving(Spent()) as address, asyncio.timeout(60):
+        report = await examine_scorer(Peer(address), own_pool(), QUICK)
+    assert broken(report)[1:] == ["calls.load", "calls.abandoned"]
+    assert "since a call was given up, all are refused" in " ".join(report.text().split())
 
 
 class GoneSlowly(GoneAfterTwelve):

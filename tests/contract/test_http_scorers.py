@@ -214,9 +214,10 @@ async def test_a_wrong_answer_of_a_model_is_never_a_number(answer: Any) -> None:
 @asynccontextmanager
 async def model_over_grpc(
     metadata: open_inference_pb2.ModelMetadataResponse,
-    infer: Callable[[open_inference_pb2.ModelInferRequest], open_inference_pb2.ModelInferResponse],
+    infer: Callable[[open_inference_pb2.ModelInferRequest], open_inference_pb2.ModelInferResponse | None],
+    max_attempts: int = 1,
 ) -> AsyncIterator[HttpComponent]:
-    """The component `it` behind a server that knows the model `m` alone."""
+    """The component `it` behind a server that knows the model `m` alone; UNAVAILABLE where `infer` answers None."""
 
     async def described(request: open_inference_pb2.ModelMetadataRequest, context: Any) -> Any:
         if request.name != "m":
@@ -224,7 +225,10 @@ async def model_over_grpc(
         return metadata
 
     async def inferred(request: open_inference_pb2.ModelInferRequest, context: Any) -> Any:
-        return infer(request)
+        answer = infer(request)
+        if answer is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "overloaded")
+        return answer
 
     methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "ModelMetadata": grpc.unary_unary_rpc_method_handler(
@@ -243,7 +247,7 @@ async def model_over_grpc(
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     scorer = ExternalScorer(kind="kserve", address=f"grpc://127.0.0.1:{port}/m", range=(0, 9))
-    opened = open_http("it", scorer, RpcSection(), timeout_s=30.0, max_attempts=1)
+    opened = open_http("it", scorer, RpcSection(), timeout_s=30.0, max_attempts=max_attempts)
     try:
         yield opened
     finally:
@@ -281,6 +285,13 @@ async def test_a_model_over_grpc_is_given_text_and_read_in_fields_or_raw(is_raw:
     assert (request.model_name, [output.name for output in request.outputs]) == ("m", ["score"])
     assert [(tensor.datatype, list(tensor.shape)) for tensor in request.inputs] == [("BYTES", [2, 1]), ("BYTES", [2])]
     assert list(request.inputs[1].contents.bytes_contents) == [b"4", b"4"]
+
+
+async def test_a_model_over_grpc_that_is_away_is_asked_max_attempts_times_and_no_more() -> None:
+    asked: list[open_inference_pb2.ModelInferRequest] = []
+    async with model_over_grpc(TEXTS, asked.append, max_attempts=2) as scorer:
+        assert values(await scorer.score(items_of("4"))) == ["UNAVAILABLE"]
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ import pytest
 from rolecall.errors import InvalidInputError, ScorerError, UnavailableError
 from rolecall.reward import SERVICE_NAME
 from rolecall.scoring.breaker import FAILURES_TO_OPEN
-from rolecall.scoring.client import MAX_CONCURRENT_CALLS, RewardClient
+from rolecall.scoring.client import RewardClient
 from rolecall.scoring.scores import Failure, Outcome, Score, component_spec
+from rolecall.settings import FEW_CALLS
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 from rolecall.wire import encode_tensor
 from tests.contract.reward_peers import Liar, client_of, items_of, serving
@@ -63,7 +64,7 @@ async def test_requests_are_cut_to_what_the_scorer_takes_and_few_are_under_way(
     liar.fail = lambda: asyncio.sleep(0.02)
     assert len(await client.score(items_of(*["a"] * 100))) == 100
     assert {len(request.items) for request in liar.requests} == {3, 1}
-    assert 1 < liar.most_at_once <= MAX_CONCURRENT_CALLS
+    assert 1 < liar.most_at_once <= FEW_CALLS
 
 
 async def test_items_too_large_for_one_message_travel_in_several(client: RewardClient, liar: Liar) -> None:
@@ -90,7 +91,7 @@ async def test_groups_that_go_together_get_their_own_scores_and_one_that_spoils_
             assert [failure.code for failure in failures(outcomes)] == [ScorerError.reason] * 4
         else:
             assert outcomes == [Score(gid / 100)] * 4
-    assert liar.most_at_once <= MAX_CONCURRENT_CALLS
+    assert liar.most_at_once <= FEW_CALLS
 
 
 def drop_one(response: reward_pb2.ScoreResponse) -> None:

@@ -116,6 +116,13 @@ async def test_a_function_that_compares_is_given_whole_groups(start_pool: StartP
     assert [result.id for result in results] == [item.id for item in items]
 
 
+async def test_a_worker_is_given_a_group_as_large_as_a_request_may_be(start_pool: StartPool) -> None:
+    compares = FunctionScorer(target="behaviour:longest", min=0, max=1, scope="group")
+    pool = await start_pool(num_workers=1, timeout_s=60.0, longest=compares)
+    results = await pool.score("longest", items_of(*["x" * (MAX_PAYLOAD_BYTES // 4 - 1000)] * 4))
+    assert codes(results) == ["ok"] * 4
+
+
 async def test_a_catastrophic_regular_expression_is_killed_too(start_pool: StartPool) -> None:
     pool = await start_pool(num_workers=1, timeout_s=2.0, r=PatternScorer(kind="regex", pattern=r"(a+)+$"))
     results = await pool.score("r", items_of("a" * 64 + "b", "aa", truth="aa"))

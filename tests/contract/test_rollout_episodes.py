@@ -394,6 +394,18 @@ async def test_evaluation_plays_episodes_too(store: StoreUnderTest, folder: Path
         await until(lambda: sessions.num_open == 0)
 
 
+async def test_two_rollouts_that_are_asked_the_same_play_in_sessions_of_their_own(
+    store: StoreUnderTest, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with environment(Talk, **TURNS) as (address, _), rollout_in(store, folder, address) as first:
+        async with rollout_in(store, folder, address, consumer="rollout-1.def") as second:
+            await first.publish(1)
+            await second.publish(2)
+            answers = await asyncio.gather(first.generate(4), second.generate(4))
+    assert [len(each) for each in answers] == [4, 4]
+    assert "was lost" not in caplog.text
+
+
 async def test_an_evaluation_waits_for_places(store: StoreUnderTest, folder: Path) -> None:
     async with environment(Talk, max_sessions=3, **TURNS) as (address, sessions):
         async with rollout_in(store, folder, address, responses_per_group=2) as rollout:
@@ -521,6 +533,25 @@ async def test_sessions_of_a_killed_rollout_are_closed_by_whoever_takes_its_grou
                 await heir.publish(2)
                 await heir.committed(2)
             await until(lambda: sessions.num_open == 0)
+    assert store.balance() == (2, 0, 0, 2)
+
+
+async def test_another_run_of_the_name_is_not_fenced_by_what_the_environment_remembers_of_the_last(
+    store: StoreUnderTest, make_store: Callable[[str, str], StoreUnderTest], folder: Path
+) -> None:
+    earlier = make_store(store.url, f"{store.run}-earlier")
+    async with environment(Talk, **TURNS) as (address, _):
+        async with rollout_in(earlier, folder, address) as rollout:
+            rollout.admit(2)
+            other = earlier.attested("rollout-1.def")
+            for _ in range(3):
+                other.release(other.claim(2))
+            await rollout.publish(1)
+            await rollout.committed(2)
+        async with rollout_in(store, folder, address) as rollout:
+            rollout.admit(2)
+            await rollout.publish(1)
+            await rollout.committed(2)
     assert store.balance() == (2, 0, 0, 2)
 
 

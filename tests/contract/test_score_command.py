@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,25 @@ def test_a_file_of_responses_is_scored_as_a_run_would(run_file: Path, capsys: py
     assert [line.split()[0] for line in said[1:5]] == ["reward", "json", "right", "short"]
     assert said[3].split() == ["right", "2", "0.5", "0.5", "0", "1"]
     assert said[5].startswith("3 responses in ")
+
+
+def test_a_terminal_that_lacks_a_letter_is_shown_its_escape_and_a_reader_that_leaves_gets_no_traceback(
+    run_file: Path,
+) -> None:
+    tree = yaml.safe_load(run_file.read_text())
+    tree["reward"]["components"] = {"\u7b54": {"scorer": {"kind": "exact_match"}}}
+    run_file.write_text(yaml.safe_dump(tree))
+    command = [sys.executable, "-m", "rolecall", "score", str(write_rows(run_file.parent, ROWS[0]))]
+    command += ["--config", str(run_file)]
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    shown = subprocess.run(command, capture_output=True, env=environment, timeout=120)
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert b"\\u7b54" in shown.stdout
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=120)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, b"")
 
 
 def test_the_truths_of_a_data_set_may_be_scored_as_its_responses(

@@ -4,6 +4,7 @@ trained or scored twice.
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -22,6 +23,7 @@ from rolecall.errors import (
 )
 from rolecall.scoring.scores import Item
 from rolecall.settings import RunSettings
+from rolecall.store.ledger import Ledger
 from rolecall.store.position import GroupState, RunPosition
 from rolecall.store.rows import Rows
 from rolecall.v1 import controller_pb2 as pb
@@ -309,6 +311,32 @@ async def test_a_group_is_scored_once_however_often_the_controller_starts(light_
                 await life.ends()
     assert set(asked.values()) == {1}
     assert balance(run) == (16, 16, 0, 0)
+
+
+class LatePause(Ledger):
+    """A ledger in whose store a pause is written late, and a resumption at once."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        vars(self).update(vars(ledger))
+
+    def pause(self, paused: bool) -> None:
+        time.sleep(0.5 if paused else 0.0)
+        super().pause(paused)
+
+
+async def test_a_run_that_is_resumed_while_its_pause_is_written_is_not_paused_for_the_next_controller(
+    light_run: LightRun,
+) -> None:
+    async with light_run() as run, run.controller() as life:
+        controller = run.latest
+        assert controller is not None
+        await life.shows(lambda status: status.HasField("ledger"))
+        controller._ledger = LatePause(controller._ledger)
+        pausing = asyncio.ensure_future(life.stub.PauseRun(pb.PauseRunRequest()))
+        await until(lambda: controller._board.paused)
+        await life.stub.ResumeRun(pb.ResumeRunRequest())
+        await pausing
+        assert not run.ledger.position().paused
 
 
 async def test_a_stop_without_any_rollout_left_does_not_wait_for_the_batch(light_run: LightRun) -> None:

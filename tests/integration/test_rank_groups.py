@@ -2,10 +2,11 @@
 
 import errno
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from types import SimpleNamespace
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -14,10 +15,16 @@ import torch.distributed as dist
 
 from rolecall.checkpoint.storage import DiskStorage
 from rolecall.errors import CheckpointMismatchError, DiskFullError, StorageUnavailableError
+from rolecall.store.rows import Rows
+from rolecall.training.engine import Microbatch
 from rolecall.training.ranks import command_group
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.writers import Writers
 from rolecall.training.state.checkpoint import Snapshot, State
+from rolecall.training.step.rank_context import StoreRankContext
+from rolecall.training.step.share import compute_column
+from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
+from rolecall.wire import Array
 from tests.forks import run_ranks
 
 T = TypeVar("T")
@@ -53,6 +60,78 @@ def in_pieces(folder: Path, rank: int) -> None:
 
 def test_a_rank_without_pieces_is_seen_to_get_on_while_the_others_work(tmp_path: Path) -> None:
     run_ranks(tmp_path, 2, in_pieces, tmp_path)
+
+
+class SlowRows(Rows):
+    """Rows of which a call takes a while."""
+
+    def __init__(self) -> None:
+        """Nothing is stored."""
+
+    def read_by_calls(
+        self, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str] = ()
+    ) -> Iterator[list[tuple[dict[str, Array], TrajectoryMeta]]]:
+        meta = TrajectoryMeta()
+        meta.sampling.temperature = 1
+        for ref in refs:
+            yield from self._calls([])
+            row: dict[str, Array] = {"token_ids": np.ones(4, np.int32), "response_mask": np.ones(4, np.uint8)}
+            assert ref.num_tokens == 4
+            yield [(row, meta)]
+
+    def put_by_calls(self, refs: Sequence[RowRef], columns: Sequence[Mapping[str, Array]]) -> Iterator[int]:
+        if refs:
+            yield from self._calls(0)
+
+    @staticmethod
+    def _calls(said: T) -> Iterator[T]:
+        for _ in range(10):
+            time.sleep(0.05)
+            yield said
+
+
+def compute_one_row(folder: Path, rank: int) -> None:
+    command_group._PIECES_S = 0.1
+    group, told = meet(folder, rank), list[int]()
+    engine, unused = IdleEngine(), cast("Any", None)
+    context = StoreRankContext(
+        engine=cast("Any", engine),
+        state=unused,
+        group=group,
+        device=torch.device("cpu"),
+        token_budget=8,
+        memory=unused,
+        recorder=unused,
+        progressed=lambda: told.append(engine.num_passes),
+        rows=SlowRows(),
+    )
+    compute_column(
+        context, [RowRef(id="0/0", num_tokens=4)], ["values"], lambda microbatch, _: [{}] * len(microbatch.lengths)
+    )
+    assert [told.count(num_passes) >= 3 for num_passes in (0, 1)] == [True, True], "while it is read, and written"
+
+
+class IdleEngine:
+    """An engine that computes nothing."""
+
+    def __init__(self) -> None:
+        self.num_passes = 0
+        self.flops = SimpleNamespace(forward=FlopsOfLengths())
+
+    def forward(self, microbatches: Sequence[Microbatch], wanted: object) -> list[None]:
+        self.num_passes += 1
+        return [None] * len(microbatches)
+
+
+class FlopsOfLengths:
+    """A token costs 1."""
+
+    def costs(self, lengths: Sequence[int]) -> Array:
+        return np.array(lengths, np.float64)
+
+
+def test_a_rank_without_rows_is_seen_to_get_on_while_another_reads_and_writes_its_own(tmp_path: Path) -> None:
+    run_ranks(tmp_path, 2, compute_one_row, tmp_path)
 
 
 def write_apart(folder: Path, rank: int) -> None:

@@ -22,9 +22,10 @@ from grpc_health.v1 import health_pb2
 from rolecall.reward import SERVICE_NAME
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.role_process import RESTART
+from rolecall.scoring.client import open_client
 from rolecall.scoring.scores import Failure, Score
-from rolecall.settings import RpcSection
-from rolecall.v1 import controller_pb2
+from rolecall.settings import RpcSection, load_settings
+from rolecall.v1 import controller_pb2, reward_pb2
 from tests.contract import peer
 from tests.contract.reward_peers import Liar, client_of, items_of, serving
 from tests.ports import free_port
@@ -125,6 +126,27 @@ async def test_the_example_scores_over_a_real_connection(start: StartProcess) ->
     assert outcomes == [Score(1.0), Score(0.5), Score(0.0)]
     assert isinstance(broken, Failure)
     assert "ZeroDivisionError" in broken.message
+
+
+async def test_a_group_of_64_long_responses_with_their_ids_is_compared(start: StartProcess, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(items): return [float(len(items))] * len(items)")
+    scorer = {"kind": "function", "target": "mine:score", "scope": "group"}
+    reward = {"components": {"mine": {"scorer": scorer, "timeout_s": 60}}}
+    config = write_run(tmp_path, reward)
+    address = await start("-m", "services.reward", str(config)).address()
+    items = [
+        reward_pb2.ScoreItem(
+            id=f"7/{i}",
+            group="7",
+            response_text="word" * 32768,
+            response_token_ids=bytes(4 * 32768),
+            num_response_tokens=32768,
+        )
+        for i in range(64)
+    ]
+    client, channel = open_client(load_settings(config).reward, address, RpcSection())
+    async with channel:
+        assert await client.score(items) == [Score(64.0, {"mine": 64.0})] * 64
 
 
 async def test_the_reward_service_puts_the_example_beside_its_own(start: StartProcess, tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, model: Path, data: Path) -> 
 
 def test_it_says_what_it_does_and_how_to_go_on(whole: tuple[Path, str]) -> None:
     config, said = whole
+    phases = [line.removeprefix("starting  ").split()[0] for line in said.splitlines() if line.startswith("starting")]
+    assert phases == ["checking", "the", "tokenizing", "loading"]
     assert "28 examples, 1 refused (longer than data.max_tokens), 12 steps of 4 an epoch" in said
     assert f"rolecall export {config.parent / 'run'} MODEL" in said
     assert metrics_of(config, "data/too_long") == {0: 1.0}
@@ -118,6 +120,16 @@ def test_it_says_what_it_does_and_how_to_go_on(whole: tuple[Path, str]) -> None:
     assert sorted(heldout) == [0, 6, 12]
     assert heldout[12] < heldout[6] < heldout[0]
     assert sorted(metrics_of(config, "sft/loss")) == list(range(1, NUM_STEPS + 1))
+
+
+def test_one_that_is_done_is_well_where_nobody_reads_what_it_says(whole: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(whole[0].parent, tmp_path / "job")
+    reader, writer = os.pipe()
+    os.close(reader)
+    again = command(tmp_path / "job" / whole[0].name, "--resume")
+    answer = subprocess.run(again, stdout=writer, stderr=subprocess.PIPE, timeout=300)
+    os.close(writer)
+    assert (answer.returncode, answer.stderr) == (0, b"")
 
 
 def test_its_checkpoint_becomes_the_model_of_a_run(whole: tuple[Path, str], data: Path) -> None:

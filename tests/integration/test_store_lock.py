@@ -69,6 +69,23 @@ def test_an_emptied_store_and_one_that_was_set_back_are_called_so(store: StoreUn
         ledger.beat()
 
 
+def test_a_ledger_keeps_its_id_under_every_controller_and_an_emptied_one_has_another(store: StoreUnderTest) -> None:
+    """Fences count within it."""
+    store.admit(1)
+    queue = store.attested("r.0")
+    (first,) = queue.claim(1)
+    queue.release([first])
+    ctl = store.replaced()
+    (second,) = queue.claim(1)
+    assert (ctl, second.delivery, second.ledger) == (2, "2", first.ledger)
+    store.connection.command("DEL", *store.connection.ledger.scan_iter(f"{{rl:{store.run}}}:*"))
+    store.ledger.lock(0.1)
+    store.admit(1)
+    (third,) = store.attested("r.0").claim(1)
+    assert third.delivery == "1"
+    assert third.ledger not in ("", first.ledger)
+
+
 def test_the_name_of_another_run_on_a_shared_store_is_refused(
     store: StoreUnderTest, make_settings: Callable[..., RunSettings]
 ) -> None:

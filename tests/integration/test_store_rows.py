@@ -1,12 +1,16 @@
 """Rows on a real server: written once, under a token, gone when nobody committed them."""
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rolecall.errors import InvalidInputError, RowMissingError
+from rolecall.columns import TOPK_IDS, TOPK_LOGPROBS
+from rolecall.errors import InvalidInputError, RowMissingError, StoreUnavailableError
 from rolecall.store import rows as rows_module
+from rolecall.store.connection import Connection
 from rolecall.store.rows import Rows
 from rolecall.trajectory import trajectory_id
 from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
@@ -133,6 +137,135 @@ def test_rows_larger_than_the_bound_of_a_call_still_travel(store: StoreUnderTest
     num_tokens = rows_module.CHUNK_BYTES // 8
     refs = stage(store, count=5, num_tokens=num_tokens)
     assert [row["token_ids"].shape for row in store.rows.read(refs, ["token_ids"])] == [(num_tokens,)] * 5
+
+
+class CountedConnection(Connection):
+    """A connection that knows the bytes of each call's arguments."""
+
+    def __init__(self, store: StoreUnderTest) -> None:
+        super().__init__(store.connection.rows)
+        self.calls = list[int]()
+
+    def command(self, *args: str | bytes | int | float) -> Any:
+        self.calls.append(0)
+        return super().command(*args)
+
+    def pipeline(self, commands: Sequence[tuple[str | bytes | int, ...]]) -> list[Any]:
+        self.calls.append(0)
+        return super().pipeline(commands)
+
+    def script(self, name: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> list[Any]:
+        self.calls.append(sum(len(arg) for arg in args if isinstance(arg, bytes)))
+        return super().script(name, keys, args)
+
+
+class StoppedConnection(Connection):
+    """A connection whose process ends after `num_calls` scripts."""
+
+    def __init__(self, store: StoreUnderTest, num_calls: int) -> None:
+        super().__init__(store.connection.rows)
+        self.num_calls = num_calls
+
+    def script(self, name: str, keys: Sequence[str], args: Sequence[str | bytes | int]) -> list[Any]:
+        if not self.num_calls:
+            raise StoreUnavailableError("it ended")
+        self.num_calls -= 1
+        return super().script(name, keys, args)
+
+
+def wide(value: int) -> dict[str, Array]:
+    """Columns of 128 numbers for each of 5000 tokens: a row of several calls."""
+    ids = np.full((5000, 128), value, np.int32)
+    return {TOPK_IDS: ids, TOPK_LOGPROBS: ids.astype(np.float32) / 2}
+
+
+def assert_holds(store: StoreUnderTest, ref: RowRef, columns: dict[str, Array]) -> None:
+    (row,) = store.rows.read([ref], list(columns))
+    assert all(np.array_equal(row[name], column) for name, column in columns.items())
+
+
+@pytest.mark.parametrize("num_calls", [1, 3, 5])
+def test_a_large_row_whose_writer_ends_under_way_has_none_of_its_columns_and_then_those_of_the_next(
+    store: StoreUnderTest, num_calls: int
+) -> None:
+    ref = stage(store, num_tokens=5000)[0]
+    with pytest.raises(StoreUnavailableError):
+        Rows(StoppedConnection(store, num_calls), store.run, 2).put([ref], [wide(1)])
+    assert store.rows.read([ref], [], list(wide(1))) == [{}]
+    assert not store.rows.hold([ref], TOPK_IDS)
+    assert store.rows.put([ref], [wide(2)]) == 0
+    assert_holds(store, ref, wide(2))
+
+
+def test_a_large_row_is_written_once_by_small_calls_and_goes_as_a_whole(store: StoreUnderTest) -> None:
+    refs, num_bytes = stage(store, count=2, num_tokens=5000), sum(column.nbytes for column in wide(1).values())
+    calls = list(store.rows.put_by_calls(refs, [wide(1), reward(1)]))
+    assert sum(calls) == 0
+    assert len(calls) > num_bytes / rows_module.CHUNK_BYTES
+    key = f"{{rl:{store.run}:{refs[0].shard}}}:row:{refs[0].id}:r.0-1"
+    fields = set(store.connection.command("HKEYS", key))
+    assert store.rows.put(refs[:1], [wide(2)]) == 1
+    assert store.rows.put(refs[:1], [{**wide(2), **reward(2)}]) == 0, "the reward was new"
+    assert set(store.connection.command("HKEYS", key)) == {*fields, b"reward"}, "nobody would read the second's parts"
+    assert_holds(store, refs[0], {**wide(1), **reward(2)})
+    assert len(list(store.rows.read_by_calls(refs[:1], list(wide(1))))) > num_bytes / rows_module.CHUNK_BYTES
+    assert store.rows.hold(refs[:1], TOPK_IDS)
+    store.rows.delete(refs)
+    with pytest.raises(RowMissingError):
+        store.rows.put(refs[:1], [wide(1)])
+    assert not store.connection.command("EXISTS", f"{{rl:{store.run}:{refs[0].shard}}}:row:{refs[0].id}:r.0-1")
+
+
+def test_a_large_row_can_be_staged_again_by_who_ended_under_way(store: StoreUnderTest) -> None:
+    ref, meta = store.rows.ref("0/0", "r.0-1", 5000), TrajectoryMeta(id="0/0")
+    routed: dict[str, Array] = {
+        "token_ids": np.arange(5000, dtype=np.int32),
+        "routed_experts": np.arange(5000 * 700, dtype=np.uint8).reshape(5000, 700),
+    }
+    with pytest.raises(StoreUnavailableError):
+        Rows(StoppedConnection(store, 2), store.run, 2).stage(ref, routed, meta, 60)
+    with pytest.raises(RowMissingError):
+        store.rows.read_meta([ref])
+    store.rows.stage(ref, routed, meta, 60)
+    store.rows.persist([ref])
+    assert_holds(store, ref, routed)
+    assert store.rows.read_meta([ref]) == [meta]
+
+
+def test_the_small_columns_of_large_rows_are_read_together(store: StoreUnderTest) -> None:
+    refs = [store.rows.ref(f"0/{i}", "r.0-1", 6000) for i in range(8)]
+    routed: dict[str, Array] = {
+        "token_ids": np.zeros(6000, np.int32),
+        "response_mask": np.ones(6000, np.uint8),
+        "routed_experts": np.zeros((6000, 384), np.uint8),
+    }
+    connection = CountedConnection(store)
+    rows = Rows(connection, store.run, 2)
+    rows.stage_many(refs, [routed] * len(refs), [TrajectoryMeta(id=ref.id) for ref in refs], 60)
+    assert len(connection.calls) == 4 * len(refs), "three megabytes begun, and all the rest"
+    connection.calls.clear()
+    rows.read_with_meta(refs, ["token_ids", "response_mask"])
+    assert len(connection.calls) == 1
+
+
+def test_large_columns_of_no_token_and_a_large_meta_travel_in_small_calls(store: StoreUnderTest) -> None:
+    connection, ref, meta = CountedConnection(store), store.rows.ref("0/0", "r.0-1", 4), TrajectoryMeta(id="0/0")
+    meta.prompt.ground_truth = "x" * 4_000_000
+    names: dict[str, Array] = {"reward_component_names": np.arange(3_000_000, dtype=np.int32).astype(np.uint8)}
+    rows = Rows(connection, store.run, 2)
+    rows.stage(ref, {"token_ids": np.zeros(4, np.int32)}, meta, 60)
+    assert rows.put([ref], [{**names, **reward(1)}]) == 0
+    assert max(connection.calls) < 1.01 * rows_module.CHUNK_BYTES
+    assert rows.read_meta([ref]) == [meta]
+    assert_holds(store, ref, {**names, **reward(1)})
+
+
+def test_a_row_that_another_version_wrote_as_a_whole_is_read(store: StoreUnderTest) -> None:
+    ref = stage(store, num_tokens=5000)[0]
+    key = f"{{rl:{store.run}:{ref.shard}}}:row:{ref.id}:{ref.token}"
+    for name, column in wide(1).items():
+        store.connection.command("HSET", key, name, column.tobytes())
+    assert_holds(store, ref, wide(1))
 
 
 def test_calls_about_no_rows_do_nothing(store: StoreUnderTest) -> None:

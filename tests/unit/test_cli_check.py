@@ -48,6 +48,17 @@ def test_the_budgets_of_failures_are_told_with_their_window(config: Path) -> Non
     )
 
 
+def test_the_calls_that_a_scorer_elsewhere_gets_at_a_time_are_told(config: Path) -> None:
+    def told(scorer: str) -> str:
+        return findings(load_settings(config, [f"reward.components.there={{scorer: {scorer}, timeout_s: 30}}"]))[1]
+
+    line = "reward.components.there: at most {} calls at a time of {}, of at most 30 s"
+    assert line.format(8, "127.0.0.1:1") in told("{kind: external, address: '127.0.0.1:1'}")
+    assert line.format(40, "127.0.0.1:1") in told("{kind: external, address: '127.0.0.1:1', num_calls: 40}")
+    assert line.format(64, "http://127.0.0.1:1") in told("{kind: trl, address: 'http://127.0.0.1:1'}")
+    assert line.format(16, "http://127.0.0.1:1") in told("{kind: code, address: 'http://127.0.0.1:1'}")
+
+
 def test_a_warm_up_that_the_run_does_not_outlast_is_noted(config: Path) -> None:
     def told(*overrides: str) -> str:
         return findings(load_settings(config, ["run.num_steps=3", "algorithm.num_minibatches=2", *overrides]))[1]
@@ -161,8 +172,8 @@ def test_children_have_a_stream_that_the_caller_closed() -> None:
     child = "import sys; sys.exit(0 if sys.stdout and sys.stderr else 3)"
     ours = f"""
 import subprocess, sys
-from rolecall.commands import cli
-cli._open_streams()
+from rolecall import terminal
+terminal.open_streams()
 sys.exit(subprocess.run([sys.executable, "-c", {child!r}]).returncode)
 """
     for closed in (">&-", "2>&-", ">&- 2>&-"):

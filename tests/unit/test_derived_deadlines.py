@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rolecall.commands.check import check
-from rolecall.settings import RunSettings, load_settings
+from rolecall.settings import RewardModelSettings, RunSettings, load_settings
 from tests.conftest import MakeSettings
 from tests.twins.launched import write_light_config
 
@@ -97,6 +97,16 @@ def test_what_the_file_gives_stands_and_is_not_called_derived(make_settings: Mak
     )
     assert settings.controller.stall_timeout_s == 4000, "what is derived follows what is given"
     assert {"weights.bucket_timeout_s", "actor.hang_s", "controller.start_timeout_s"}.isdisjoint(of(settings))
+
+
+def test_a_reward_model_gets_the_time_to_load_that_a_role_of_a_run_does(tmp_path: Path, model_32b: str) -> None:
+    def start_s(**keys: Any) -> float:
+        return RewardModelSettings.model_validate({"path": tmp_path, **keys}).start_timeout_s
+
+    assert start_s() == 300
+    assert start_s(path=model_32b) == 300 + 655
+    assert start_s(path=model_32b, devices=[0]) == 900 + 655
+    assert start_s(path=model_32b, start_timeout_s=20) == 20
 
 
 def test_every_rank_adds_to_the_time_in_which_an_epoch_forms(make_settings: MakeSettings) -> None:

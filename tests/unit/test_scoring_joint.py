@@ -1,20 +1,24 @@
 """Groups that wait for a scorer go together where it is fast, and no group pays for another's failure."""
 
 import asyncio
+import heapq
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 
 from rolecall.scoring.joint import MAX_APART, MAX_ITEMS, JointCalls
 from rolecall.scoring.scores import Failure, Outcome, Score
+from rolecall.settings import FEW_CALLS
 from rolecall.v1 import reward_pb2
 
 NUM_ITEMS = 8
+TIMEOUT_S = 60.0
 
 
 def group(number: int) -> list[reward_pb2.ScoreItem]:
@@ -38,7 +42,7 @@ class ScriptedScorer:
         return [Score(float(item.group)) if failure is None else failure for item in items]
 
     def joint(self, num_calls: int = 1) -> JointCalls:
-        return JointCalls(self.call, num_calls, lambda: self.now)
+        return JointCalls(self.call, num_calls, TIMEOUT_S, lambda: self.now)
 
 
 async def scored(joint: JointCalls, numbers: Sequence[int]) -> list[list[Outcome]]:
@@ -121,6 +125,88 @@ async def test_only_so_many_groups_are_remembered_for_their_failures() -> None:
     assert scorer.calls == [["-1"], ["0", "-2"], ["1"], ["-3"]], "the first is forgotten, the others are not"
 
 
+class TimedScorer:
+    """Works on `at_once` calls at a time, in the order in which they came, on each for `seconds` of a clock of its
+    own: of a joint call on each of its groups, the next of them in turn.
+    """
+
+    def __init__(self, at_once: int, *seconds: float) -> None:
+        self.now, self.is_away = 0.0, False
+        self._seconds = cycle(seconds)
+        self.num_running = self.most_running = self.num_calls = 0
+        self.longest_s = 0.0
+        self._free_at = [0.0] * at_once
+        self._ends: list[tuple[float, int, asyncio.Future[None]]] = []
+
+    async def call(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
+        self.num_calls += 1
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        began, ends = self.now, max(self.now, self._free_at[0]) + self._work(items)
+        heapq.heapreplace(self._free_at, ends)
+        future = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._ends, (ends, self.num_calls, future))
+        await future
+        self.num_running -= 1
+        self.longest_s = max(self.longest_s, self.now - began)
+        return [Failure("DEADLINE", "late", retryable=True) if self.is_away else Score(1.0)] * len(items)
+
+    def _work(self, items: Sequence[reward_pb2.ScoreItem]) -> float:
+        return sum(next(self._seconds) for _ in {item.group for item in items})
+
+    async def score(self, joint: JointCalls, num_groups: int) -> None:
+        """Scores so many groups that are there at the same time."""
+        tasks = [asyncio.create_task(joint.score(group(number))) for number in range(num_groups)]
+        while not all(task.done() for task in tasks):
+            for _ in range(10):
+                await asyncio.sleep(0)
+            if self._ends:
+                self.now, _, future = heapq.heappop(self._ends)
+                future.set_result(None)
+
+
+async def test_a_scorer_that_waits_for_others_is_given_as_many_calls_as_may_be() -> None:
+    scorer = TimedScorer(100, 20.0)
+    await scorer.score(JointCalls(scorer.call, 32, TIMEOUT_S, lambda: scorer.now), 600)
+    assert scorer.most_running == 32
+    assert scorer.now < 0.55 * 20.0 * 600 / 8, "with 8 it takes twice the time"
+
+
+@pytest.mark.parametrize(
+    ("at_once", "seconds"),
+    [
+        *[(1, [1.0]), (1, [5.0]), (2, [4.0]), (4, [8.0]), (10, [6.0])],
+        *[(8, [31.0]), (8, [40.0]), (16, [35.0]), (16, [20.0])],
+        (2, [0.01, 0.01, 12.0, 0.01, 0.01]),
+    ],
+)
+async def test_a_scorer_that_answers_so_many_at_a_time_is_given_no_call_that_would_be_late(
+    at_once: int, seconds: list[float]
+) -> None:
+    scorer = TimedScorer(at_once, *seconds)
+    await scorer.score(JointCalls(scorer.call, 32, TIMEOUT_S, lambda: scorer.now), 300)
+    assert scorer.longest_s < TIMEOUT_S
+    assert scorer.most_running >= FEW_CALLS
+
+
+async def test_a_scorer_that_gives_no_scores_is_given_few_calls_again() -> None:
+    scorer = TimedScorer(100, 20.0)
+    joint = JointCalls(scorer.call, 32, TIMEOUT_S, lambda: scorer.now)
+    await scorer.score(joint, 100)
+    scorer.is_away = True
+    await scorer.score(joint, 40)
+    scorer.is_away, scorer.most_running = False, 0
+    await scorer.score(joint, 8 + 1)
+    assert scorer.most_running == FEW_CALLS
+
+
+async def test_a_fast_scorer_is_given_few_calls_however_many_wait() -> None:
+    scorer = TimedScorer(100, 0.01)
+    await scorer.score(JointCalls(scorer.call, 32, TIMEOUT_S, lambda: scorer.now), 300)
+    assert scorer.most_running == FEW_CALLS
+    assert scorer.num_calls < 100, "they went together"
+
+
 async def test_who_has_left_is_not_sent_and_the_others_are() -> None:
     scorer = ScriptedScorer(0.0001)
     joint = scorer.joint()
@@ -147,7 +233,7 @@ async def test_a_call_that_everybody_has_left_ends_and_its_place_is_free() -> No
         finally:
             ended.append(items[0].group)
 
-    joint = JointCalls(call, 1)
+    joint = JointCalls(call, 1, TIMEOUT_S)
     left = [asyncio.create_task(joint.score(group(number))) for number in range(2)]
     await has_begun.wait()
     for task in left:
@@ -162,7 +248,7 @@ async def test_an_unforeseen_end_of_a_call_reaches_everybody_who_waits_for_it(er
     async def call(items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
         raise error
 
-    joint = JointCalls(call, 1)
+    joint = JointCalls(call, 1, TIMEOUT_S)
     async with asyncio.timeout(5):
         outcomes = await asyncio.gather(joint.score(group(0)), joint.score(group(1)), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [type(error)] * 2

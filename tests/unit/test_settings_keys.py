@@ -9,7 +9,7 @@ from rolecall.settings import RunSettings, load_settings
 from tests.twins.launched import write_light_config
 from tools.settings_keys import leaves
 
-MAX_KEYS = 334
+MAX_KEYS = 335
 """249 when they were last cut (ADR 44); the rest is room for new capabilities, not for new knobs of old ones. The 300th
 names the parser of tool calls, the 301st where agents call the policy, the 302nd what chat templates are given, the
 303rd and 304th whom an environment outside the run trusts and is trusted by, the 305th how often a lost episode is
@@ -20,9 +20,10 @@ whole parameters stay from pass to pass, the 313th how many stages a rollout's l
 how many steps a critic learns before its policy does, the 315th how tests call a function of a program, the 316th what
 adapters begin as, the 317th whether layers are compiled, the 318th to 321st the critic's adapters, as the actor's, the
 322nd and 323rd a function for rows of data sets in another form, the 324th whether a run is evaluated before its first
-step, the 325th the chat template of a base model that has none, the 326th the options of a scorer's function, and up to
-the 331st where a server runs programs, whom it trusts and is trusted by, how many it runs at a time and what it calls
-their language, the 332nd which field of a row holds images, and the 333rd whether what sees them is trained.
+step, the 325th the chat template of a base model that has none, the 326th the options of a scorer's function, up to the
+331st where a server runs programs, whom it trusts and is trusted by, how many it runs at a time and what it calls their
+language, the 332nd how many calls a scorer elsewhere is given at a time, the 333rd which field of a row holds images,
+and the 334th whether what sees them is trained.
 """
 
 

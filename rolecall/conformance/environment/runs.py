@@ -9,18 +9,12 @@ from contextlib import asynccontextmanager
 import grpc
 
 from rolecall.conformance.check import Verdict, failed, passed
+from rolecall.conformance.environment.call import Call
 from rolecall.conformance.environment.contract import CONTRACT, PLACES
 from rolecall.conformance.environment.describing import MOST_SESSIONS, filled
 from rolecall.conformance.environment.leases import too_long
 from rolecall.conformance.environment.policy import Script
-from rolecall.conformance.environment.session import (
-    OVER,
-    Call,
-    EnvironmentSession,
-    Episode,
-    same,
-    short,
-)
+from rolecall.conformance.environment.session import OVER, EnvironmentSession, Episode, same, short
 
 OK = grpc.StatusCode.OK
 NOT_OFFERED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
@@ -59,7 +53,7 @@ async def instead(session: EnvironmentSession) -> Verdict:
         await episode.reset()
         runs = session.spec.runs_episodes
         what, call = ("Step", episode.step(1, "hello")) if runs else ("RunEpisode", episode.run_nowhere())
-        code = await call.code()  # bounded: by the call's deadline
+        code = await call.status()
     return passed(f"{what}: {code.name}") if code in NOT_OFFERED else failed(f"{what} ended with {code.name}")
 
 
@@ -145,7 +139,7 @@ async def conflict(session: EnvironmentSession) -> Verdict:
         await _asked(script, running)
         for when in ("under way", "over"):
             other = session.script(episode.row)
-            ending = asyncio.ensure_future(episode.run(other).code())
+            ending = asyncio.ensure_future(episode.run(other).status())
             await asyncio.wait({ending}, timeout=LONGEST_LOOK_S)  # one that waits for the run under way is broken
             script.going.set()
             code = await ending  # bounded: by the call's deadline
@@ -153,7 +147,7 @@ async def conflict(session: EnvironmentSession) -> Verdict:
                 return failed(
                     f"while a run was {when}, another ended with {code.name}, its key used {other.num_asked}x"
                 )
-            await running.code()  # bounded: by the call's deadline
+            await running.status()
     return passed("FAILED_PRECONDITION, twice")
 
 
@@ -185,15 +179,15 @@ async def budget(session: EnvironmentSession) -> Verdict:
 async def failure(session: EnvironmentSession) -> Verdict:
     """Fails every call with 500, listens nowhere, and runs the rows that are marked fails."""
     async with _begun(session, status=500) as (episode, script):
-        if await episode.run(script).code() is OK:  # bounded: by the call's deadline
+        if await episode.run(script).status() is OK:
             return failed("every call of the policy failed (500), and the run was answered")
     async with _begun(session) as (episode, _):
-        if await episode.run_nowhere().code() is OK:  # bounded: by the call's deadline
+        if await episode.run_nowhere().status() is OK:
             return failed("nobody listened at the endpoint, and the run was answered")
     for row in session.rows.fails:
         async with session.episode(row) as episode:
-            await episode.reset().code()  # bounded: by the call's deadline
-            if await episode.run(session.script(row)).code() is OK:  # bounded: by the call's deadline
+            await episode.reset().status()
+            if await episode.run(session.script(row)).status() is OK:
                 return failed(f"{row.name} was answered, and is marked fails")
     return passed(f"500, nobody there{f', {len(session.rows.fails)} rows' if session.rows.fails else ''}")
 
@@ -230,10 +224,10 @@ async def closed(session: EnvironmentSession) -> Verdict:
         closing = episode.close()
         await asyncio.sleep(ARRIVES_S)
         script.revoke()
-        code = await closing.code()  # bounded: by the call's deadline
+        code = await closing.status()
         if code is not OK:
             return failed(f"the Close of a run whose key is refused ended with {code.name}")
-        code = await episode.reset().code()  # bounded: by the call's deadline
+        code = await episode.reset().status()
         if code is not grpc.StatusCode.NOT_FOUND:
             return failed(f"a Reset after the Close of a run ended with {code.name}")
     if not 0 < session.spec.max_sessions <= MOST_SESSIONS:
@@ -254,7 +248,7 @@ async def lease(session: EnvironmentSession) -> Verdict:
         await _asked(script, running)
         await asyncio.sleep(wait_s)
         script.going.set()
-        code = await running.code()  # bounded: by the call's deadline
+        code = await running.status()
     return passed(f"{wait_s:g} s") if code is OK else failed(f"a run of more than {wait_s:g} s ended with {code.name}")
 
 
@@ -281,7 +275,7 @@ async def _asked(script: Script, running: Call) -> None:
 
 async def _unended(session: EnvironmentSession, running: Call, when: str) -> str | None:
     """Returns what is wrong with how a run ended whose policy was refused."""
-    code = await running.code()  # bounded: by the call's deadline
+    code = await running.status()
     if code is not grpc.StatusCode.DEADLINE_EXCEEDED:
         return None
     return f"{when}, and the run was not over {session.run_s + session.close_s:g} s after it began"

@@ -5,15 +5,16 @@ again, and the first play of every row, with which later ones are compared.
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from rolecall.conformance.check import said
+from rolecall.conformance.check import VerdictError, failed, said, skipped
+from rolecall.conformance.environment.call import Call, Closes, HungError, LeftError, Life
 from rolecall.conformance.environment.policy import MODEL, PolicyEndpoint, Script
 from rolecall.conformance.environment.rows import Row, Rows
 from rolecall.conformance.peer import CONNECT_S, Peer, told
@@ -22,7 +23,7 @@ from rolecall.environment.client import CLOSE_S, RESET_S, STEP_S
 from rolecall.errors import ConfigError
 from rolecall.v1 import environment_pb2, environment_pb2_grpc
 
-Call: TypeAlias = "grpc.aio.UnaryUnaryCall[Any, Any]"
+T = TypeVar("T")
 Turns: TypeAlias = Sequence[environment_pb2.StepResponse]
 NOWHERE = "http://127.0.0.1:1/v1"
 """A URL on this machine where nobody listens."""
@@ -32,6 +33,8 @@ MAX_CALLS = 16
 """Calls of the policy that it has."""
 MAX_TOKENS = 100_000
 """Tokens of a conversation that it is told; none are counted here."""
+HUNG_S = 1.0
+"""Least deadline of the Close at a session's end once one has hung; twice as long as any that was answered took."""
 OVER = (environment_pb2.EPISODE_STATE_TERMINATED, environment_pb2.EPISODE_STATE_TRUNCATED)
 
 
@@ -73,13 +76,14 @@ class Episode:
         self.fence = fence
         self.name = name
         self._session = session
+        self._life = Life(name, session.spec.lease_s, session.closes)
 
     def reset(self) -> Call:
         """Calls Reset."""
         request = environment_pb2.ResetRequest(
             session=self.name, group=self.group, fence=self.fence, task=self.row.task, seed=self.row.seed
         )
-        return self._session.stub.Reset(request, timeout=self._session.reset_s)
+        return Call(self._session.stub.Reset(request, timeout=self._session.reset_s), self._life)
 
     def turn(self, turn: int, text: str) -> environment_pb2.StepRequest:
         """The request of a turn."""
@@ -87,7 +91,7 @@ class Episode:
 
     def step(self, turn: int, text: str) -> Call:
         """Calls Step."""
-        return self._session.stub.Step(self.turn(turn, text), timeout=self._session.step_s)
+        return Call(self._session.stub.Step(self.turn(turn, text), timeout=self._session.step_s), self._life)
 
     def run(self, script: Script, *, longer_s: float = 0.0) -> Call:
         """Calls RunEpisode, for a policy by its key, with so much time more than runs have."""
@@ -108,18 +112,24 @@ class Episode:
             max_tokens=MAX_TOKENS,
             deadline_s=deadline_s,
         )
-        return self._session.stub.RunEpisode(request, timeout=deadline_s + self._session.close_s)
+        return Call(self._session.stub.RunEpisode(request, timeout=deadline_s + self._session.close_s), self._life)
 
     def act(self, turn: int = 1) -> Call:
         """Takes a turn, or runs the episode without a policy: tells whether the session is there."""
         return self.run_nowhere() if self._session.spec.runs_episodes else self.step(turn, "hello")
 
     def close(self, *, grade: bool = False) -> Call:
-        """Calls Close."""
-        request = environment_pb2.CloseRequest(session=self.name, grade=grade)
-        return self._session.stub.Close(request, timeout=self._session.close_s)
+        """Calls Close. VerdictError once one has hung."""
+        if self._session.closes.hung:
+            raise VerdictError(skipped(f"{self._session.closes.hung}, and no other is waited for"))
+        return self.end(self._session.close_s, grade=grade)
 
-    def close_older(self, fence: int) -> Call:
+    def end(self, timeout_s: float, *, grade: bool = False) -> Call:
+        """Calls Close with this deadline, whatever has hung."""
+        request = environment_pb2.CloseRequest(session=self.name, grade=grade)
+        return Call(self._session.stub.Close(request, timeout=timeout_s), self._life, timeout_s)
+
+    def close_older(self, fence: int) -> "grpc.aio.UnaryUnaryCall[Any, Any]":
         """Calls CloseOlder for its group."""
         request = environment_pb2.CloseOlderRequest(group=self.group, fence=fence)
         return self._session.stub.CloseOlder(request, timeout=self._session.close_s)
@@ -141,6 +151,7 @@ class EnvironmentSession:
         self._numbers = itertools.count()
         self._plays: list[Play] = []
         self._graded: list[environment_pb2.CloseResponse | str] = []
+        self.closes = Closes()
         self._runs: list[Run] = []
         self.policy = PolicyEndpoint()
 
@@ -183,19 +194,32 @@ class EnvironmentSession:
         """A session for `row`, which is closed in the end: of the group of another one or its own, named as a run does,
         by its index in the group and the claim.
         """
-        group = of.group if of is not None else f"{self._run}/{next(self._numbers)}"
-        episode = Episode(self, row, group, fence, f"{group}/{index}/kit-{fence}")
-        try:
+        episode = self._named(row, of, index, fence)
+        async with self._ending([episode]):
             yield episode
-        finally:
-            await episode.close().code()  # bounded: by the call's deadline
 
     @asynccontextmanager
     async def episodes(self, num: int) -> AsyncIterator[list[Episode]]:
         """Names `num` sessions of the first row, each in a group of its own, and closes them in the end."""
-        async with AsyncExitStack() as stack:
-            named = [self.episode(self.rows.played[0]) for _ in range(num)]
-            yield [await stack.enter_async_context(each) for each in named]  # bounded: nothing is called yet
+        async with self._ending([self._named(self.rows.played[0]) for _ in range(num)]) as episodes:
+            yield episodes
+
+    def _named(self, row: Row, of: Episode | None = None, index: int = 0, fence: int = 1) -> Episode:
+        group = of.group if of is not None else f"{self._run}/{next(self._numbers)}"
+        return Episode(self, row, group, fence, f"{group}/{index}/kit-{fence}")
+
+    @asynccontextmanager
+    async def _ending(self, episodes: list[Episode]) -> AsyncIterator[list[Episode]]:
+        """Closes sessions in the end, all at once. HungError where that is the first Close that hangs."""
+        try:
+            yield episodes
+        finally:
+            hung_before = self.closes.hung
+            timeout_s = max(HUNG_S, 2 * self.closes.longest_s) if hung_before else self.close_s
+            for call in [episode.end(timeout_s) for episode in episodes]:
+                await call.ended()
+        if self.closes.hung != hung_before:
+            raise HungError(failed(self.closes.hung))
 
     async def opened(self, episode: Episode) -> environment_pb2.ResetResponse:
         """Calls Reset. ConfigError where the environment can never begin the row: then the kit has nothing to play."""
@@ -223,8 +247,8 @@ class EnvironmentSession:
 
     async def plays(self) -> Sequence[Play]:
         """The first play of every row."""
-        if not self._plays:
-            self._plays = [await self.play(row) for row in self.rows.played]
+        for row in self.rows.played[len(self._plays) :]:
+            self._plays.append(await _in_time(self.play, row))
         return self._plays
 
     def script(self, row: Row, *, max_calls: int | None = None, status: int = 0, is_held: bool = False) -> Script:
@@ -234,11 +258,14 @@ class EnvironmentSession:
     async def runs(self) -> Sequence[Run]:
         """The first run of every row."""
         for row in self.rows.played[len(self._runs) :]:
-            script = self.script(row)
-            async with self.episode(row) as episode:
-                await self.opened(episode)
-                self._runs.append(Run(row, await episode.run(script), script))
+            self._runs.append(await _in_time(self._ran, row))
         return self._runs
+
+    async def _ran(self, row: Row) -> Run:
+        script = self.script(row)
+        async with self.episode(row) as episode:
+            await self.opened(episode)
+            return Run(row, await episode.run(script), script)
 
     async def longest(self) -> Play:
         """The first play that has most turns."""
@@ -253,19 +280,37 @@ class EnvironmentSession:
             for num_turns in (0, 1) if len(longest.turns) > 1 else (0,):
                 async with self.episode(longest.row) as episode:
                     await episode.reset()
-                    for turn in range(1, num_turns + 1):
-                        await episode.step(turn, longest.row.actions[turn - 1])
+                    if num_turns and (await episode.step(1, longest.row.actions[0])).state in OVER:
+                        break  # it ended by chance, and what is over has no grade
                     try:
                         self._graded.append(await episode.close(grade=True))
                     except grpc.aio.AioRpcError as error:
                         self._graded.append(said(error))
+                        break
         return self._graded
 
     def is_as_before(self, play: Play, turn: int, answer: environment_pb2.StepResponse) -> bool:
         """Whether a turn was answered as in an earlier play; nothing can be said of one that chance decides."""
-        if not self.spec.deterministic or "describe.deterministic" in self.failed:
-            return True
-        return same(play.turns[turn - 1], answer)
+        return self.goes_by_chance or same(play.turns[turn - 1], answer)
+
+    @property
+    def goes_by_chance(self) -> bool:
+        """Whether the same actions may be answered otherwise, so that an episode may end at any turn."""
+        return not self.spec.deterministic or "describe.deterministic" in self.failed
+
+
+async def _in_time(play: Callable[[Row], Awaitable[T]], row: Row) -> T:
+    """Plays a row, and once more where a lease ended between two of its calls. They follow each other at once, so a
+    pause of the kit's own explains it the first time. VerdictError, failed, for the second: nobody can play there.
+    """
+    with suppress(LeftError):
+        return await play(row)
+    try:
+        return await play(row)
+    except LeftError as left:
+        raise VerdictError(
+            failed(f"{row.name} was played twice, each call at once after the last: {left.verdict.seen}")
+        ) from left
 
 
 def same(one: Any, other: Any) -> bool:

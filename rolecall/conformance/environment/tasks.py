@@ -117,7 +117,7 @@ async def begun(session: EnvironmentSession) -> Verdict:
         tasks = await _tasks(session, name)
         for task in tasks[:: max(1, len(tasks) // NUM_BEGUN)][:NUM_BEGUN]:
             async with session.episode(Row(f"task {task.uid}", task, num, ())) as episode:
-                code = await episode.reset().code()  # bounded: by the call's deadline
+                code = await episode.reset().status()
                 if code is not grpc.StatusCode.OK:
                     return failed(f"task {task.uid!r} of split {name!r}: Reset ended with {code.name}")
             num += 1

@@ -6,8 +6,9 @@ import time
 import grpc
 
 from rolecall.conformance.check import Verdict, failed, passed, skipped
+from rolecall.conformance.environment.call import Call
 from rolecall.conformance.environment.contract import CONTRACT, TURNS
-from rolecall.conformance.environment.session import OVER, Call, EnvironmentSession, same, short
+from rolecall.conformance.environment.session import OVER, EnvironmentSession, same, short
 from rolecall.conformance.reward.items import UNICODE
 
 REPEATED = (*TURNS, "describe.deterministic", "step.repeated")
@@ -105,7 +106,7 @@ async def conflict(session: EnvironmentSession) -> Verdict:
             if is_over:
                 undue.append((turn + 1, text))
             for other, said in undue:
-                code = await episode.step(other, said).code()  # bounded: by the call's deadline
+                code = await episode.step(other, said).status()
                 if code is not grpc.StatusCode.FAILED_PRECONDITION:
                     what = f"turn {other}{' with another action' if other == turn else ''}"
                     return failed(f"after turn {turn}, {what} ended with {code.name}")
@@ -128,9 +129,9 @@ async def any_text(session: EnvironmentSession) -> Verdict:
         async with session.episode(session.rows.played[0]) as episode:
             await episode.reset()
             call = episode.step(1, text)
-            code = await call.code()  # bounded: by the call's deadline
+            code = await call.status()
             if code is not grpc.StatusCode.OK:
-                details = await call.details()  # bounded: the call has ended
+                details = await call.message()
                 return failed(f"{text[:40]!r} ended with {code.name}: {details}")
     return passed(f"{len(texts)} odd texts")
 
@@ -157,7 +158,7 @@ async def abandoned(session: EnvironmentSession) -> Verdict:
             for turn, text in enumerate(play.row.actions[: len(play.turns)][:2], 1):
                 await _left(episode.step(turn, text), share * step_s)
                 call = episode.step(turn, text)
-                code = await call.code()  # bounded: by the call's deadline
+                code = await call.status()
                 if code is not grpc.StatusCode.OK:
                     return failed(f"turn {turn}, repeated after its caller had left, ended with {code.name}")
                 answer = await call  # bounded: it is done
@@ -178,4 +179,4 @@ async def _left(call: Call, after_s: float) -> None:
     """Gives up a call some time after it was made."""
     await asyncio.sleep(after_s)
     call.cancel()
-    await call.code()  # bounded: it is done or cancelled
+    await call.status()

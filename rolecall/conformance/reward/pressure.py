@@ -120,8 +120,10 @@ async def abandoned(session: RewardSession) -> Verdict:
 
 
 async def timed(session: RewardSession, request: reward_pb2.ScoreRequest, timeout_s: float) -> float:
-    """Makes a call, again while it is refused; the seconds that the one took which was answered."""
-    until = time.monotonic() + REFUSED_S
+    """Makes a call, again while it is refused, unless others were given up; the seconds that the one took which was
+    answered.
+    """
+    until = time.monotonic() + (0.0 if session.has_given_up else REFUSED_S)
     while True:
         started = time.monotonic()
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from rolecall.conformance.check import VerdictError, said, skipped
 from rolecall.conformance.peer import CONNECT_S, Peer, told
 from rolecall.conformance.report import Load
 from rolecall.conformance.reward.pool import Pool
@@ -69,7 +70,7 @@ class RewardSession:
         self._num_under_way = 0
         self._num_answered = 0
         self._answered_at = 0.0
-        self._away_since = -1
+        self._given_up_after = -1
         self._first: list[tuple[Items, reward_pb2.ScoreResponse]] = []
 
     async def open(self) -> None:
@@ -100,32 +101,36 @@ class RewardSession:
         return cut([only(item, self.spec) for item in items], self.spec)
 
     async def score(self, items: Items) -> reward_pb2.ScoreResponse:
-        """One call with exactly these items. While the service refuses it for now, the call waits and is repeated; once
-        a call has failed by UNAVAILABLE others do at once, until one is answered.
+        """One call with exactly these items. While the service refuses it for now, the call waits and is repeated. Once
+        one was given up, others are made once until one is answered: VerdictError where it is refused, too.
         """
         request = reward_pb2.ScoreRequest(items=items)
         loop = asyncio.get_running_loop()
         num_left, num_answered, begun_at = MAX_ATTEMPTS, self._num_answered, loop.time()
         while True:
-            await asyncio.sleep(min(LONGEST_PAUSE_S, max(0.0, self._limit.pause_s())))
+            if not self.has_given_up:
+                await asyncio.sleep(min(LONGEST_PAUSE_S, max(0.0, self._limit.pause_s())))
             called_at = loop.time()
             try:
                 response = await self._call(request)
             except grpc.aio.AioRpcError as error:
                 known = self._error(error, "Score")
+                is_limited = isinstance(known, RateLimitedError)
+                if not is_limited and error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
                 num_left = num_left - 1 if self._num_answered == num_answered else MAX_ATTEMPTS
                 num_answered = self._num_answered
-                if isinstance(known, RateLimitedError) and num_left:
+                is_unanswered = loop.time() - max(begun_at, self._answered_at) > UNANSWERED_S
+                if not is_limited and self._num_under_way and not is_unanswered:  # the service may be at work on them
+                    num_left = max(1, num_left)
+                elif self.has_given_up:
+                    raise VerdictError(skipped(f"since a call was given up, all are refused: {said(error)}")) from error
+                elif not num_left:
+                    self._given_up_after = num_answered
+                    raise
+                if is_limited:
                     self._limit.refused(called_at, float(known.details.get("retry_after_s", 0.0)))
                     continue
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise
-                is_unanswered = loop.time() - max(begun_at, self._answered_at) > UNANSWERED_S
-                if self._num_under_way and not is_unanswered:  # the service may be at work on them
-                    num_left = max(1, num_left)
-                elif not num_left or self._away_since == num_answered:
-                    self._away_since = num_answered
-                    raise
                 pause_s = AWAY_PAUSE_S * 2 ** (MAX_ATTEMPTS - 1 - min(num_left, MAX_ATTEMPTS - 1))
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 continue
@@ -133,6 +138,11 @@ class RewardSession:
             self._num_answered += 1
             self._answered_at = loop.time()
             return response
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether a call was refused to the end, and none was answered since."""
+        return self._given_up_after == self._num_answered
 
     async def _call(self, request: reward_pb2.ScoreRequest) -> reward_pb2.ScoreResponse:
         self._num_under_way += 1

@@ -5,7 +5,8 @@
 -- them. With a lower one (it was on its way while the network was away): nothing, for nobody waits for the answer.
 -- An entry whose worker died may be poison: while a worker holds it, it gets no more than `suspects` says in all. (Otherwise one poison prompt takes the
 -- deliveries of every group beside it.) Waiting for a worker that holds so few ends, because admission does.
--- OK, last entry id delivered to anyone, then per entry {entry, delivery count, excused, most groups to hold (0: any number), group, traceparent}.
+-- OK, last entry id delivered to anyone, then per entry {entry, delivery count, excused, most groups to hold (0: any number), group, traceparent};
+-- the ledger's id.
 local consumer, worker = ARGV[1], worker_key(ARGV[1])
 local version, current = redis.call('HGET', worker, 'version'), redis.call('HGET', run, 'policy_version')
 if not version then return {'DENIED', consumer .. ' holds no attested weights'} end
@@ -57,4 +58,4 @@ for _, described in ipairs(info) do
     if described[i] == 'last-delivered-id' then last = described[i + 1] end
   end
 end
-return {'OK', last, claims}
+return {'OK', last, claims, redis.call('HGET', run, 'id') or ''}

@@ -10,4 +10,5 @@ if redis.call('EXISTS', prompts) == 0 then redis.call('XGROUP', 'CREATE', prompt
 local known = tonumber(ARGV[4])
 local here = server()
 redis.call('HSET', run, 'holder', ARGV[3], 'server', here)
+redis.call('HSETNX', run, 'id', string.sub(ARGV[3], 1, 16))
 return {'OK', redis.call('HINCRBY', run, 'ctl', tonumber(ctl) < known and known - tonumber(ctl) + 1000000 or 1), redis.call('HINCRBY', run, 'mark', 1), here}

@@ -12,8 +12,9 @@ from typing import get_args
 
 from rolecall.checkpoint.manifest import Committed, RunCheckpoints, read_committed
 from rolecall.checkpoint.storage import open_storage
-from rolecall.errors import CheckpointMissingError, ConfigError, RoleCallError, print_error
+from rolecall.errors import CheckpointMissingError
 from rolecall.settings import Dtype, run_section_of
+from rolecall.terminal import exit_code, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,22 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="where the run's model.path or critic.path is now; only adapters need it",
     )
     arguments = parser.parse_args(argv)
-    try:
-        checkpoint = find(arguments.checkpoint)
-        from rolecall.training.export.export import export
+    return exit_code(lambda: _export(arguments))
 
-        num_bytes = export(
-            *checkpoint.share(arguments.role), arguments.directory, dtype=arguments.dtype, base=arguments.model
-        )
-    except ConfigError as error:
-        print_error(error.message)
-        return 2
-    except RoleCallError as error:
-        print_error(error.message)
-        return 1
-    sys.stdout.write(
-        f"{arguments.role} of step {checkpoint.step}: {num_bytes / 1e6:.1f} MB of weights in {arguments.directory}\n"
+
+def _export(arguments: argparse.Namespace) -> int:
+    checkpoint = find(arguments.checkpoint)
+    from rolecall.training.export.export import export
+
+    num_bytes = export(
+        *checkpoint.share(arguments.role), arguments.directory, dtype=arguments.dtype, base=arguments.model
     )
+    say(f"{arguments.role} of step {checkpoint.step}: {num_bytes / 1e6:.1f} MB of weights in {arguments.directory}\n")
     return 0
 
 

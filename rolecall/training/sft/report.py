@@ -1,12 +1,12 @@
 """The report of rank 0 of `rolecall sft`: numbers to the trackers, and one line of progress to people. No torch."""
 
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from rolecall.settings import SftSettings
+from rolecall.terminal import say
 from rolecall.trackers import End, Trackers
 
 LINE_S = 5.0
@@ -32,7 +32,7 @@ class SftReport:
         """Training goes on from `step`."""
         self._first = step
         refused = f", {num_too_long} refused (longer than data.max_tokens)" if num_too_long else ""
-        self._show(
+        say(
             f"{num_examples} examples{refused}, {self._num_steps} steps of {self._num_per_epoch} an epoch, from "
             f"step {step}\n"
         )
@@ -51,21 +51,13 @@ class SftReport:
         if self._live or "eval/loss" in values or step == self._num_steps or now - self._written >= LINE_S:
             self._written = now
             line = self._line(step, values, now)
-            self._show(f"\r{line:<110}" if self._live else f"{line}\n")
+            say(f"\r{line:<110}" if self._live else f"{line}\n")
 
     def close(self, end: End) -> None:
         """Leaves the last line and closes the trackers, which show `end`."""
         if self._live:
-            self._show("\n")
+            say("\n")
         self._trackers.flush(end)
-
-    def _show(self, text: str) -> None:
-        """Writes for whoever looks on. The training outlives a reader that leaves and a full disk."""
-        try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        except OSError:  # what is left in the buffer would fail Python's own flush, and make an exit code of that
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _line(self, step: int, values: Mapping[str, float], now: float) -> str:
         pieces = [f"step {step}/{self._num_steps}"]

@@ -16,8 +16,9 @@ from rolecall.data.sft_examples import TokenizedExamples, end_of_response, load_
 from rolecall.data.tokenizer import ChatTokenizer, read_template
 from rolecall.errors import ConfigError, WorkerLostError
 from rolecall.identity import adapters_to_begin_with
-from rolecall.settings import SftSettings
+from rolecall.settings import SftSettings, rank_of_process
 from rolecall.telemetry import Metrics
+from rolecall.terminal import say
 from rolecall.trackers import End
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs
 from rolecall.training.objective.objectives import SftObjective
@@ -70,6 +71,7 @@ class SftRank:
         """Reads the data and loads the model; a collective. ConfigError. `lost` ends the process."""
         self._settings = settings
         run, actor = settings.run, settings.actor
+        _begin("tokenizing the examples")
         self._tokenizer = ChatTokenizer.of(settings.model)
         self._examples, self._heldout = _read(settings, self._tokenizer)
         batches = Batches(
@@ -101,11 +103,14 @@ class SftRank:
             freeze_vision_tower=True,  # examples are text
             seed=run.seed,
         )
+        _begin("loading the model")
         self._context = start_context(options, actor, actor, run.dir, start_timeout_s, ProcessHooks("sft", lost=lost))
 
     def run(self, *, resume: bool) -> None:
         """Trains from the newest checkpoint, or the start, to the last step's checkpoint."""
         checkpoints = SftCheckpoints(self._settings.run, self._context, self._examples.digest)
+        if resume:
+            _begin("loading the newest checkpoint")
         step = checkpoints.restore() if resume else 0
         is_leader = self._context.group.is_leader
         report = SftReport(self._settings, self._num_steps, self._batches.num_per_epoch) if is_leader else None
@@ -206,6 +211,12 @@ class SftRank:
             "eval/loss", float(self._context.group.sum_over_slots(np.array([total]))[0]) / num_tokens, num_tokens
         )
         return metrics
+
+
+def _begin(phase: str) -> None:
+    """Tells people what the start comes to, which may take minutes."""
+    if rank_of_process()[0] == 0:
+        say(f"starting  {phase}\n")
 
 
 def _read(settings: SftSettings, tokenizer: ChatTokenizer) -> tuple[TokenizedExamples, TokenizedExamples | None]:

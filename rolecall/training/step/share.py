@@ -27,10 +27,6 @@ from rolecall.trajectory import segment_lengths
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from rolecall.wire import Array
 
-READ_TOKENS = 2**20
-"""Tokens whose rows are read from the store in one go, about 30 MB: between two of them the rank shows that it moves.
-"""
-
 
 @dataclass
 class Minibatch:
@@ -148,13 +144,9 @@ def compute_column(
     outputs = context.engine.forward(packed, wanted=wanted)
     computed = [each for pair in zip(packed, outputs, strict=True) for each in encode(*pair)]
     written = rows.joined([i for indices in todo for i in indices], computed)
-    context.group.agree(
-        lambda: (
-            context.rows.put([refs[index] for index in written], list(written.values()))
-            if context.group.is_slot_leader
-            else None
-        )
-    )
+    writing = context.rows.put_by_calls([refs[index] for index in written], list(written.values()))
+    calls = (None for _ in writing) if context.group.is_slot_leader else ()
+    context.group.agree_on_pieces(calls, context.progressed)
     return held
 
 
@@ -229,35 +221,19 @@ def _rows_of(plan: RankPlan, pieces: Sequence[Piece]) -> list[int]:
 def _read(
     context: StoreRankContext, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str]
 ) -> tuple[list[dict[str, Array]], list[float]]:
-    return context.group.agree(lambda: _read_own(context, refs, columns, optional))
+    rows, temperatures = list[dict[str, Array]](), list[float]()
 
+    def pieces() -> Iterator[None]:
+        for found in context.rows.read_by_calls(refs, columns, optional):
+            for row, meta in found:
+                if meta.sampling.temperature == 0:
+                    raise InvalidInputError(
+                        f"row {refs[len(rows)].id} was sampled at temperature 0: a greedy response is a baseline, and "
+                        "nothing is trained on it"
+                    )
+                rows.append(row)
+                temperatures.append(meta.sampling.temperature)
+            yield
 
-def _read_own(
-    context: StoreRankContext, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str]
-) -> tuple[list[dict[str, Array]], list[float]]:
-    rows: list[dict[str, Array]] = []
-    temperatures: list[float] = []
-    for part in _parts(refs):
-        read, metas = context.rows.read_with_meta(part, columns, optional)
-        rows += read
-        for ref, meta in zip(part, metas, strict=True):
-            if meta.sampling.temperature == 0:
-                raise InvalidInputError(
-                    f"row {ref.id} was sampled at temperature 0: a greedy response is a baseline, and nothing is "
-                    "trained on it"
-                )
-            temperatures.append(meta.sampling.temperature)
-        context.progressed()
+    context.group.agree_on_pieces(pieces(), context.progressed)
     return rows, temperatures
-
-
-def _parts(refs: Sequence[RowRef]) -> Iterator[Sequence[RowRef]]:
-    """`refs` in order, cut into parts of at most READ_TOKENS, or one row."""
-    start = num_tokens = 0
-    for index, ref in enumerate(refs):
-        if index > start and num_tokens + ref.num_tokens > READ_TOKENS:
-            yield refs[start:index]
-            start, num_tokens = index, 0
-        num_tokens += ref.num_tokens
-    if start < len(refs):
-        yield refs[start:]

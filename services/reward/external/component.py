@@ -113,7 +113,7 @@ def open_http(
     way: Way
     if isinstance(scorer, CodeScorer):
         assert scorer.server is not None
-        server = JsonServer(name, scorer.server, rpc, timeout_s=timeout_s, max_calls=scorer.num_calls)
+        server = JsonServer(name, scorer.server, rpc, timeout_s=timeout_s)
         way = Programs(name, scorer, server, meter)
         return HttpComponent(name, way, server, max_attempts, meter)
     server = JsonServer(name, scorer, rpc, timeout_s=timeout_s)
