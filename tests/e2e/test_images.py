@@ -36,7 +36,7 @@ def run(*words: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stdout
