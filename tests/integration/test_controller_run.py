@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -448,8 +448,8 @@ class SlowTokenizer:
         """
         assert run.latest is not None
         renderer: Any = run.latest._parts.renderer
-        self._tokenizer: ChatTokenizer = renderer._tokenizer
-        renderer._tokenizer = self
+        self._tokenizer: ChatTokenizer = renderer._encoder.tokenizer
+        renderer._encoder = PromptEncoder(cast(ChatTokenizer, self))
         self._left, self._each_s = held, each_s
         self.is_held, self.may_go = threading.Event(), threading.Event()
         self.gave_up = False
