@@ -169,7 +169,7 @@ def make_model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> An
         "bos_token_id": None,
         "dtype": "float32",
     }
-    vision = {
+    vision: dict[str, Any] = {
         "depth": 2,
         "hidden_size": 64,
         "intermediate_size": 128,

@@ -36,7 +36,7 @@ def run(*words: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stdout
@@ -73,8 +73,8 @@ def test_sampler_actor_critic_and_reference_see_the_same(tmp_path: Path, family:
         for number in range(48):
             names = [f"{number}-{place}.png" for place in range(rng.choice([0, 1, 1, 2]))]
             for place, name in enumerate(names):
-                size = [rng.randint(8, 80) for _ in "wh"]
-                (tmp_path / name).write_bytes(picture(*size, seed=2 * number + place))
+                width, height = rng.randint(8, 80), rng.randint(8, 80)
+                (tmp_path / name).write_bytes(picture(width, height, 2 * number + place))
             row = {"prompt": "What is " + " beside ".join(["<image>"] * len(names)) + "?", "images": names}
             file.write(json.dumps(row) + "\n")
     tree: dict[str, Any] = {
