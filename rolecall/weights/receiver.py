@@ -80,6 +80,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        if device.type == "cpu":
+            # vLLM's kernels for bfloat16 use AMX where a processor has it, and ask Linux for it in some of their ways
+            # alone: a process whose first prompt is short was killed for an illegal instruction.
+            torch.cpu._init_amx()
         self._lock = threading.Lock()
         self._epoch = -1
         self._policy_version = -1
