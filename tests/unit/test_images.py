@@ -1,11 +1,13 @@
 """Images in prompts: read from rows, counted as the library counts them, refused by line and field."""
 
+import asyncio
 import importlib.util
 import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow
@@ -31,13 +33,21 @@ from rolecall.data.images.tokens import (
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import DataSection, RewardSection, RunSettings, load_settings
+from rolecall.store.budget import PromptBytes
+from rolecall.store.position import RunPosition
 from rolecall.v1 import trajectory_pb2
-from services.controller.groups.prompts import PromptRenderer, PromptSequence
+from services.controller.board import RunBoard
+from services.controller.config import admission_policy
+from services.controller.groups.assembly import Assembly
+from services.controller.groups.intake import Intake
+from services.controller.groups.prompts import Cursor, PromptRenderer, PromptSequence
 from services.controller.publish.probe import make_probe
+from services.controller.threads import StoreThreads
 from tests.pictures import END, PAD, START, picture, write_seeing
 from tests.tiny_tokenizer import write_tokenizer
 from tests.twins.launched import write_light_config
 from tests.unit.test_controller_prompts import write
+from tests.waiting import until
 
 ELSEWHERE = RewardSection(address="scorer:1")
 TOKENS = VisualTokens(PAD, 4, 2, 64, 4096)
@@ -269,22 +279,83 @@ def test_a_prompt_carries_its_files_and_a_placeholder_for_each_token(tmp_path: P
 def test_a_text_that_spells_the_placeholder_is_refused_by_its_line(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture(16, 16))
     path = write(tmp_path / "p.jsonl", {"prompt": "<|image_pad|> <image>", "images": ["a.png"]})
-    with pytest.raises(ConfigError, match=r"p\.jsonl, line 1: .* has 2 tokens that stand for an image .* and 1 images"):
+    with pytest.raises(
+        InvalidInputError, match=r"p\.jsonl, line 1: .* has 2 tokens that stand for an image .* and 1 images"
+    ):
         encoder(tmp_path / "model").encode(load(path)[0])
 
 
-@pytest.mark.parametrize("damage", ["broken", "changed", "gone"])
+@pytest.mark.parametrize("damage", ["broken", "changed"])
 def test_a_file_that_is_not_what_it_was_is_refused_by_its_line(tmp_path: Path, damage: str) -> None:
     file = tmp_path / "a.png"
     file.write_bytes(b"x" * 99 if damage == "broken" else picture(16, 16))
     (prompt,) = load(write(tmp_path / "p.jsonl", {"prompt": "<image>", "images": ["a.png"]}))
     if damage == "changed":
         file.write_bytes(picture(32, 32))
-    elif damage == "gone":
-        file.unlink()
-    complaint = {"broken": "cannot be read", "changed": "when the run began", "gone": "No such file"}[damage]
-    with pytest.raises(ConfigError, match=rf"p\.jsonl, line 1: .*{complaint}"):
+    complaint = {"broken": "cannot be read", "changed": "when the run began"}[damage]
+    with pytest.raises(InvalidInputError, match=rf"p\.jsonl, line 1: .*{complaint}"):
         encoder(tmp_path / "model").encode(prompt)
+
+
+def test_a_row_that_cannot_be_shown_is_left_out_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture(16, 16))
+    (tmp_path / "cut.png").write_bytes(picture(40, 40)[:-300])
+    good: dict[str, Any] = {"prompt": "<image>", "images": ["a.png"]}
+    bad: list[dict[str, Any]] = [
+        {"prompt": "<image>", "images": ["cut.png"]},
+        {"prompt": "what is <|image_pad|>?"},
+    ]
+    renderer = PromptRenderer(encoder(tmp_path / "model"), 64)
+
+    def prompts(*rows: dict[str, Any]) -> PromptSequence:
+        return PromptSequence(load(write(tmp_path / "p.jsonl", *rows)), renderer, seed=0, shuffle=False)
+
+    mixed = prompts(good, *bad, good)
+    assert [mixed.next().uid for _ in range(3)] == ["1", "4", "1"]
+    assert (mixed.cursor.num_unshown, mixed.cursor.num_too_long) == (2, 0)
+    assert Cursor.decode(mixed.cursor.encode()) == mixed.cursor
+    assert Cursor.decode(b"[1, 2, 3]") == Cursor(1, 2, 3), "what runs wrote before there were images"
+    with pytest.raises(ConfigError, match=r"no prompt of data\.train .* has images to show; .*line 2: the rendered"):
+        prompts(*bad).next()
+
+
+def test_an_image_that_cannot_be_read_now_is_waited_for(
+    tmp_path: Path, make_settings: Callable[..., RunSettings]
+) -> None:
+    rows = [{"prompt": "<image>", "images": [f"{number}.png"]} for number in range(3)]
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(picture(16, 16))
+    raw = load(write(tmp_path / "p.jsonl", *rows))
+    prompts = PromptSequence(raw, PromptRenderer(encoder(tmp_path / "model"), 64), seed=0, shuffle=False)
+    (tmp_path / "1.png").rename(tmp_path / "away.png")
+    settings = make_settings(algorithm={"groups_per_batch": 3})
+    policy, admitted = admission_policy(settings, PromptBytes(0)), list[str]()
+    ledger = SimpleNamespace(admit_all=lambda found: admitted.extend(each.group.prompt.uid for each in found))
+    position, threads = RunPosition(published_step=0), StoreThreads()
+
+    async def admit() -> None:
+        intake = Intake(
+            settings,
+            cast(Any, ledger),
+            threads,
+            prompts,
+            policy,
+            RunBoard(),
+            Assembly(policy),
+            lambda: 0,
+            cast(Any, SimpleNamespace(position=position, backlog=(), retained_bytes=0)),
+        )
+        running = asyncio.create_task(intake.run())
+        await until(lambda: "1.png cannot be read: No such file" in intake.trouble)
+        assert admitted == ["1"], "those before it are not lost"
+        (tmp_path / "away.png").rename(tmp_path / "1.png")
+        await until(lambda: admitted == ["1", "2", "3"])
+        await until(lambda: intake.trouble == "")
+        running.cancel()
+
+    asyncio.run(admit())
+    threads.close()
+    assert prompts.cursor.num_unshown == 0
 
 
 def test_the_probe_leaves_out_the_tokens_of_images(tmp_path: Path, make_settings: Callable[..., RunSettings]) -> None:
@@ -326,7 +397,10 @@ def test_check_tells_what_prompts_show_and_names_the_line_of_a_broken_file(tmp_p
     assert "they show 2 images (data.images_field), those of one prompt up to 8 of its tokens and 0.0 MiB" in whole
     assert "its images 0.0 MiB, kept in every row" in whole
     assert "<|vision_start|><|image_pad|><|vision_end|>?" in whole, "the first prompt as the template shows it"
-    assert "train.jsonl, line 2: an image cannot be read (UnidentifiedImageError" in told("a.png", "b.png")
+    mixed = told("b.png", "a.png")
+    assert "NOTE data.train: of the first 2 prompts 1 cannot be shown and will be left out; the first: " in mixed
+    assert "train.jsonl, line 1: an image cannot be read (UnidentifiedImageError" in mixed
+    assert "data.train: none of the 1 prompts of " in told("b.png")
     write_seeing(tmp_path / "model", {"model_type": "qwen3"})
     assert "data.images_field: model.path" in told("a.png")
 

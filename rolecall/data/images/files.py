@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.errors import ConfigError, InvalidInputError, StorageUnavailableError
 from rolecall.rpc.options import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
@@ -48,13 +48,17 @@ class ImageFile:
     """The bytes of an image without a path."""
 
     def read(self) -> bytes:
-        """The bytes of the file. InvalidInputError where it cannot be read, or is no longer what it was."""
+        """The bytes of the file. StorageUnavailableError where it cannot be read now, InvalidInputError where it is no
+        longer what it was.
+        """
         if self.path is None:
             return self.data
         try:
             data = self.path.read_bytes()
         except OSError as error:
-            raise InvalidInputError(f"the image {self.path} cannot be read: {error.strerror or error}") from error
+            raise StorageUnavailableError(
+                f"the image {self.path} cannot be read: {error.strerror or error}; bring its disk back, or the file"
+            ) from error
         if len(data) != self.num_bytes:
             raise InvalidInputError(
                 f"the image {self.path} has {len(data)} bytes and had {self.num_bytes} when the run began; leave the "
