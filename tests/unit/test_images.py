@@ -174,6 +174,30 @@ def test_what_is_no_whole_image_is_refused(data: bytes) -> None:
         open_image(data)
 
 
+@pytest.mark.parametrize(
+    ("mode", "kind", "depth"), [("I;16", "PNG", np.uint16), ("I;16", "TIFF", np.uint16), ("I", "TIFF", np.int32)]
+)
+def test_an_image_of_more_than_8_bits_a_channel_is_refused_by_name(mode: str, kind: str, depth: type) -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.full((4, 4), 4000, depth)).save(file, kind)
+    with pytest.raises(InvalidInputError, match=f"an image has pixels of mode {mode}, of 16 or 32 bits in one channel"):
+        open_image(file.getvalue())
+    file = io.BytesIO()
+    Image.fromarray(np.full((4, 4), 0.5, np.float32)).save(file, "TIFF")
+    with pytest.raises(InvalidInputError, match="an image has pixels of mode F"):
+        open_image(file.getvalue())
+
+
+def test_an_image_of_too_many_pixels_is_refused_before_they_are_there() -> None:
+    file = io.BytesIO()
+    Image.new("1", (8193, 8192)).save(file, "PNG")
+    head = file.getvalue()[:64]
+    with pytest.raises(
+        InvalidInputError, match="an image of 8193 x 8192 pixels has more than 67108864; make it smaller"
+    ):
+        open_image(head)
+
+
 # --- rows -------------------------------------------------------------------------------------------
 
 
@@ -231,7 +255,13 @@ def test_a_function_of_the_users_leaves_the_bytes_as_they_are(tmp_path: Path, mo
     [
         ({"prompt": "<image>"}, r"field 'prompt': the messages show 1 images, .* and field 'images' has 0"),
         ({"prompt": "hi", "images": ["a.png"]}, "the messages show 0 images, .* has 1; show each once"),
-        ({"prompt": "<image>", "images": ["gone.png"]}, r"field 'images', image 1: there is no file .*gone\.png"),
+        ({"prompt": "<image>", "images": ["gone.png"]}, r"field 'images', image 1: there is no file 'gone\.png' in "),
+        ({"prompt": "<image>", "images": ["."]}, r"there is no file '\.' in .* \(it is no file\)"),
+        ({"prompt": "<image>", "images": ["a\0"]}, r"there is no file 'a\\x00' in .*null byte"),
+        (
+            {"prompt": "<image>", "images": ["data:image/png;base64," + "A" * 6000]},
+            r"there is no file 'data:image/png;base64,A{78}' in .* \(File name too long\); .* as \{bytes, path\}",
+        ),
         ({"prompt": "<image>", "images": [7]}, r"image 1: neither a path nor \{bytes, path\}"),
         ({"prompt": "<image>", "images": [{"bytes": None, "path": ""}]}, "image 1: neither a path nor"),
         ({"prompt": "<image>", "images": ["large.png"]}, f"have {MAX_BYTES + 1} bytes, more than {MAX_BYTES}"),

@@ -5,6 +5,7 @@ becomes of these is the image processor's of the model directory.
 """
 
 import io
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,13 @@ MARK = "<image>"
 """Stands in a message's text where it shows an image."""
 MAX_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of a prompt's images together: an evaluation sends them in one message, beside the text."""
+
+MAX_PIXELS = 2**26
+"""Most pixels of an image: opened it has 3 or 4 bytes for each, twice while they are converted. Below it Pillow warns
+of none.
+"""
+_SHOWN = 100
+"""Most characters that a complaint shows of a path."""
 
 
 def parts(content: str) -> str | list[dict[str, str]]:
@@ -91,25 +99,44 @@ def _image(value: object, folder: Path, where: str) -> ImageFile:
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{where}: neither a path nor {{bytes, path}} with one of them; write the path of a file")
     path = folder / value
-    if not path.is_file():
-        raise ConfigError(f"{where}: there is no file {path}; correct the path, which begins at the dataset's folder")
-    return ImageFile(path.stat().st_size, path)
+    try:
+        found = path.stat()
+        wrong = "" if stat.S_ISREG(found.st_mode) else "it is no file"
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        wrong = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+    if wrong:
+        raise ConfigError(
+            f"{where}: there is no file {value[:_SHOWN]!r} in {folder} ({wrong}); give the path of a file from the "
+            "dataset's folder on, or the file itself as {bytes, path} in parquet"
+        )
+    return ImageFile(found.st_size, path)
 
 
 def open_image(data: bytes) -> "Image":
     """The pixels of a file, RGB, upright, on white where it is transparent, of its first frame. InvalidInputError where
-    it holds none.
+    it holds none, more than MAX_PIXELS, or numbers that are no colours of 8 bits.
     """
     from PIL import Image, ImageOps  # for those alone who open one
 
     try:
-        with Image.open(io.BytesIO(data)) as opened:
-            image = ImageOps.exif_transpose(opened)
+        with Image.open(io.BytesIO(data)) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise InvalidInputError(
+                    f"an image of {width} x {height} pixels has more than {MAX_PIXELS}; make it smaller"
+                )
+            if image.mode.startswith(("I", "F")):  # what is above 255 would become white, or floats up to 1 black
+                raise InvalidInputError(
+                    f"an image has pixels of mode {image.mode}, of 16 or 32 bits in one channel; convert it to 8 bits"
+                )
+            ImageOps.exif_transpose(image, in_place=True)
             if image.has_transparency_data:
                 shown = image.convert("RGBA")
                 image = Image.new("RGBA", shown.size, "white")
                 image.alpha_composite(shown)
             return image.convert("RGB")
+    except InvalidInputError:
+        raise
     except Exception as error:  # the entry point of a reader that answers odd files with errors of every kind
         raise InvalidInputError(
             f"an image cannot be read ({type(error).__name__}: {error}); give a PNG, JPEG or another file that Pillow "
