@@ -141,7 +141,8 @@ class DataSection(Section):
     """A system message put before every prompt that has none."""
     max_prompt_tokens: PositiveInt = 1024
     """Prompts longer than this when rendered are refused and counted, never truncated. Images count with the tokens
-    that the model makes of them; size.longest_edge of its preprocessor_config.json, in pixels, bounds those of one.
+    that the model makes of them; max_pixels of its preprocessor_config.json bounds those of one, or size.longest_edge
+    beside size.shortest_edge where that file has no max_pixels.
     """
     shuffle: bool = True
     """Another deterministic order in every epoch, over all files; false keeps theirs."""

@@ -125,11 +125,46 @@ def test_the_tokens_of_a_model_are_read_from_the_files_that_its_processor_is_rea
 
 
 @pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"min_pixels": 256, "max_pixels": 1024},
+        {"min_pixels": 256, "max_pixels": 1024, "size": {"shortest_edge": 128, "longest_edge": 512}},
+        {"max_pixels": 1024, "size": {"shortest_edge": 128, "longest_edge": 512}},
+        {"max_pixels": 1024, "size": {"shortest_edge": 128}},
+        {"max_pixels": 1024},
+        {"size": {"shortest_edge": 128, "longest_edge": 512}},
+        {"size": {"longest_edge": 512}},
+        {"size": {"shortest_edge": 128}},
+        {"size": {"min_pixels": 128, "max_pixels": 512}},
+        {"size": {"height": 448, "width": 448}},
+        {"min_pixels": 0, "max_pixels": 1024},
+    ],
+)
+def test_the_bounds_of_an_images_pixels_are_the_librarys(tmp_path: Path, own: dict[str, Any]) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    write_seeing(tmp_path)
+    written = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, **own}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(written))
+    library = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
+    if library.size.shortest_edge and library.size.longest_edge:
+        tokens = require_visual_tokens(tmp_path)
+        assert (tokens.min_pixels, tokens.max_pixels) == (library.size.shortest_edge, library.size.longest_edge)
+        return
+    with pytest.raises(ValueError, match="must contain 'shortest_edge' and 'longest_edge'"):
+        library(images=[Image.new("RGB", (16, 16))])
+    with pytest.raises(ConfigError, match=r"_pixels \(or size\.\w+_edge\) is (None|0), not .*; a size of your own has"):
+        require_visual_tokens(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("processor", "complaint"),
     [
         ({"image_processor_type": "SiglipImageProcessor"}, "its image processor is SiglipImageProcessor; images are"),
         ({"do_resize": False}, "is Qwen2VLImageProcessor without do_resize"),
-        ({"patch_size": 0}, "patch_size is 0, not a number above 0"),
+        ({"do_resize": None}, "is Qwen2VLImageProcessor without do_resize"),
+        ({"patch_size": 0}, "patch_size is 0, not a whole number above 0"),
         ({"patch_size": 14}, r"processor's patch_size is 14, and vision_config.patch_size of config.json is 4"),
     ],
 )
