@@ -1,8 +1,8 @@
 """Sections of what is trained on what: the run, the model, prompts, sampling and held-out evaluation."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, Field, JsonValue, PositiveInt
+from pydantic import AfterValidator, Field, JsonValue, PositiveInt, model_validator
 
 from rolecall.settings.plugin import PluginSection
 from rolecall.settings.section import (
@@ -22,6 +22,8 @@ TEMPERATURES = (0.01, 2.0)
 divide by another; above it refuses.
 """
 
+IMAGE_MARK = "<image>"
+"""Stands in a message's text where it shows an image."""
 MAX_RESPONSES = 1024
 """Most responses to one prompt that a rollout samples."""
 NumResponses: TypeAlias = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
@@ -146,6 +148,15 @@ class DataSection(Section):
     """
     shuffle: bool = True
     """Another deterministic order in every epoch, over all files; false keeps theirs."""
+
+    @model_validator(mode="after")
+    def _system_prompt_shows_none(self) -> Self:
+        if self.images_field is not None and IMAGE_MARK in (self.system_prompt or ""):
+            raise ValueError(
+                f"system_prompt: it says {IMAGE_MARK}, which stands for an image of a row where data.images_field is "
+                "set; say it in other words"
+            )
+        return self
 
 
 class SamplingSection(Section):

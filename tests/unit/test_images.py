@@ -268,6 +268,13 @@ def test_without_the_setting_a_mark_is_text_and_images_are_a_field_like_others(t
     assert (prompt.chat[0]["content"], prompt.images, prompt.metadata) == ("say <image>", (), {"images": ["a"]})
 
 
+def test_a_system_prompt_that_shows_an_image_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "hi"})
+    with pytest.raises(ValidationError, match="system_prompt: it says <image>, which stands for an image of a row"):
+        section(path, system_prompt="You see <image> tags.")
+    assert section(path, system_prompt="You see <image> tags.", images_field=None).system_prompt
+
+
 def test_parquet_holds_the_bytes_of_images(tmp_path: Path) -> None:
     rows = [{"prompt": "<image>", "images": [{"bytes": picture(9, 9), "path": "gone.png"}]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 
 from rolecall.errors import ConfigError, InvalidInputError, StorageUnavailableError
 from rolecall.rpc.options import MAX_MESSAGE_BYTES
+from rolecall.settings.data import IMAGE_MARK
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MARK = "<image>"
-"""Stands in a message's text where it shows an image."""
 MAX_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of a prompt's images together: an evaluation sends them in one message, beside the text."""
 
@@ -32,7 +31,7 @@ _SHOWN = 100
 
 def parts(content: str) -> str | list[dict[str, str]]:
     """A message's text in parts, one for each image that it shows; as it is where it shows none."""
-    first, *others = content.split(MARK)
+    first, *others = content.split(IMAGE_MARK)
     if not others:
         return content
     found = [{"type": "text", "text": first}]
@@ -43,7 +42,7 @@ def parts(content: str) -> str | list[dict[str, str]]:
 
 def text_of(content: str | Sequence[Mapping[str, str]]) -> str:
     """The text that `parts` was given."""
-    return content if isinstance(content, str) else "".join(part.get("text", MARK) for part in content)
+    return content if isinstance(content, str) else "".join(part.get("text", IMAGE_MARK) for part in content)
 
 
 @dataclass(frozen=True)
