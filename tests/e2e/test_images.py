@@ -73,8 +73,8 @@ def test_sampler_actor_critic_and_reference_see_the_same(tmp_path: Path, family:
         for number in range(48):
             names = [f"{number}-{place}.png" for place in range(rng.choice([0, 1, 1, 2]))]
             for place, name in enumerate(names):
-                size = [rng.randint(8, 80) for _ in "wh"]
-                (tmp_path / name).write_bytes(picture(*size, seed=2 * number + place))
+                width, height = rng.randint(8, 80), rng.randint(8, 80)
+                (tmp_path / name).write_bytes(picture(width, height, seed=2 * number + place))
             row = {"prompt": "What is " + " beside ".join(["<image>"] * len(names)) + "?", "images": names}
             file.write(json.dumps(row) + "\n")
     tree: dict[str, Any] = {
