@@ -118,17 +118,18 @@ def open_image(data: bytes) -> "Image":
     from PIL import Image, ImageOps  # for those alone who open one
 
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            width, height = image.size
+        with Image.open(io.BytesIO(data)) as opened:
+            width, height = opened.size
             if width * height > MAX_PIXELS:
                 raise InvalidInputError(
                     f"an image of {width} x {height} pixels has more than {MAX_PIXELS}; make it smaller"
                 )
-            if image.mode.startswith(("I", "F")):  # what is above 255 would become white, or floats up to 1 black
+            if opened.mode.startswith(("I", "F")):  # what is above 255 would become white, or floats up to 1 black
                 raise InvalidInputError(
-                    f"an image has pixels of mode {image.mode}, of 16 or 32 bits in one channel; convert it to 8 bits"
+                    f"an image has pixels of mode {opened.mode}, of 16 or 32 bits in one channel; convert it to 8 bits"
                 )
-            ImageOps.exif_transpose(image, in_place=True)
+            ImageOps.exif_transpose(opened, in_place=True)
+            image: Image.Image = opened
             if image.has_transparency_data:
                 shown = image.convert("RGBA")
                 image = Image.new("RGBA", shown.size, "white")

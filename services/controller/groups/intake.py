@@ -116,7 +116,7 @@ class Intake:
                     self._refused = []
                 self.trouble = ""
             except (StoreFullError, StorageUnavailableError) as error:
-                # bounded: by controller.stall_timeout_s, in which some group must end or some prompt be rendered
+                # For controller.stall_timeout_s at most while no group ends either (awaiting.py).
                 logger.warning("admission waits: %s", error)
                 self.trouble = error.message
             try:
