@@ -467,7 +467,7 @@ def test_check_tells_what_prompts_show_and_names_the_line_of_a_broken_file(tmp_p
 
     whole = told("a.png", "a.png")
     assert "they show 2 images (data.images_field), those of one prompt up to 8 of its tokens and 0.0 MiB" in whole
-    assert "its images 0.0 MiB, kept in every row" in whole
+    assert "images 0.0 MiB in each of its rows, in the mean" in whole
     assert "<|vision_start|><|image_pad|><|vision_end|>?" in whole, "the first prompt as the template shows it"
     mixed = told("b.png", "a.png")
     assert "NOTE data.train: of the first 2 prompts 1 cannot be shown and will be left out; the first: " in mixed
