@@ -155,7 +155,7 @@ def make_model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int) -> An
     torch.manual_seed(seed)
     shared = {"eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": False}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-    text = {
+    text: dict[str, Any] = {
         **shared,
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 128,

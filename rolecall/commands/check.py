@@ -40,7 +40,7 @@ from rolecall.data.model_files import (
 )
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.checks import explain_environment
-from rolecall.errors import ConfigError, RoleCallError
+from rolecall.errors import ConfigError, InvalidInputError, RoleCallError
 from rolecall.identity import adapters_to_begin_with, newest_checkpoint
 from rolecall.launcher.plan import holds_a_run, require_folders
 from rolecall.settings import (
@@ -181,21 +181,34 @@ def _prompts(
     if tokenizer is None:
         return
     encoder = PromptEncoder.of(settings, tokenizer)
-    bound, lengths, shown = settings.data.max_prompt_tokens, list[int](), list[int]()
+    first: RawPrompt | None = None
+    bound, lengths, shown, unshown = settings.data.max_prompt_tokens, list[int](), list[int](), list[str]()
     for prompt in prompts:
-        if len(lengths) >= MAX_MEASURED_PROMPTS and min(lengths) <= bound:
+        if len(lengths) + len(unshown) >= MAX_MEASURED_PROMPTS and min(lengths, default=bound + 1) <= bound:
             break
-        ids, _ = encoder.encode(prompt)
+        try:
+            ids, _ = encoder.encode(prompt)
+        except InvalidInputError as error:
+            unshown.append(error.message)
+            continue
+        first = first or prompt
         lengths.append(len(ids))
         shown += [ids.count(encoder.visual_tokens.token_id)] if encoder.visual_tokens is not None else []
+    if unshown:
+        yield (
+            f"{NOTE} {setting}: of the first {len(lengths) + len(unshown)} prompts {len(unshown)} cannot be shown and "
+            f"will be left out; the first: {unshown[0]}"
+        )
+    if first is None:
+        raise ConfigError(f"{setting}: none of the {len(unshown)} prompts of {names} can be shown; {unshown[0]}")
     too_long = sum(length > bound for length in lengths)
-    yield f"  the first is {lengths[0]} tokens as rendered: {tokenizer.render(prompts[0].chat)!r}"
+    yield f"  the first is {lengths[0]} tokens as rendered: {tokenizer.render(first.chat)!r}"
     yield (
         f"  of the first {len(lengths)}, the longest has {max(lengths)} tokens; {too_long} exceed "
         f"data.max_prompt_tokens {bound} and will be left out"
     )
     if shown:
-        num_images = sum(len(prompt.images) for prompt in prompts[: len(lengths)])
+        num_images = sum(len(prompt.images) for prompt in prompts[: len(lengths) + len(unshown)])
         most = max(prompt.image_bytes for prompt in prompts)
         yield (
             f"  they show {num_images} images (data.images_field), those of one prompt up to {max(shown)} of its "

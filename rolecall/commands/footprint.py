@@ -188,7 +188,7 @@ def store(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
     """Yields what a batch takes in the store, where `prompts` are those of data.train. ConfigError where it cannot hold
     the batches that must exist at the same time.
     """
-    largest = PromptBytes.largest(prompts)
+    largest = PromptBytes.largest(prompts, settings.algorithm.groups_per_batch)
     budget = StoreBudget.of(settings, largest)
     where = "external" if settings.store.url else "embedded"
     batches = (
@@ -198,6 +198,6 @@ def store(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
     yield (
         f"store ({where}): a batch at its longest {in_bytes(budget.batch_bytes)}, the largest prompt "
         f"{in_bytes(largest.text)}, kept once a group"
-        + (f", its images {in_bytes(largest.images)}, kept in every row" if largest.images else "")
+        + (f", images {in_bytes(largest.images)} in each of its rows, in the mean" if largest.images else "")
         + f"; {batches}"
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.data.code_tests import read_tests, require_language
-from rolecall.data.images.files import MARK, ImageFile, parts, read_images
+from rolecall.data.images.files import ImageFile, parts, read_images
 from rolecall.data.json_text import parse_json
 from rolecall.data.preprocess import PREPROCESS, preprocessing
 from rolecall.errors import ConfigError
@@ -28,6 +28,7 @@ from rolecall.settings import (
     RewardSection,
     shadows_of,
 )
+from rolecall.settings.data import IMAGE_MARK
 from rolecall.settings.presets import INSTRUCTIONS, INSTRUCTIONS_FIELD
 
 UID_FIELD = "uid"
@@ -50,7 +51,7 @@ class RawPrompt:
 
     uid: str
     messages: tuple[tuple[str, str], ...]
-    """(role, content) of each turn; the text of one that shows images says MARK in their places."""
+    """(role, content) of each turn; the text of one that shows images says IMAGE_MARK in their places."""
     ground_truth: str
     metadata: Mapping[str, Any]
     """The row's other fields."""
@@ -285,11 +286,11 @@ def _images(
     if field is None:
         return ()
     images = read_images(row.get(field), folder, f"{where}, field {field!r}")
-    num_shown = sum(content.count(MARK) for _, content in messages)
+    num_shown = sum(content.count(IMAGE_MARK) for _, content in messages)
     if num_shown != len(images):
         raise ConfigError(
-            f"{place}: the messages show {num_shown} images, by {MARK} in a text or a part {{type: image}}, and field "
-            f"{field!r} has {len(images)}; show each once, in their order"
+            f"{place}: the messages show {num_shown} images, by {IMAGE_MARK} in a text or a part {{type: image}}, and "
+            f"field {field!r} has {len(images)}; show each once, in their order"
         )
     return images
 
@@ -390,7 +391,7 @@ def _ground_truths(row: dict[str, Any], where: str, data: DataSection, comparing
 
 def parse_messages(value: object, where: str, *, shows_images: bool = False) -> tuple[tuple[str, str], ...]:
     """(role, content) of each turn of a prompt, which is text or a list of messages; with `shows_images` a content may
-    be a list of parts, and says MARK for each that is an image. ConfigError says what it is instead.
+    be a list of parts, and says IMAGE_MARK for each that is an image. ConfigError says what it is instead.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
@@ -422,7 +423,7 @@ def _said(part: object, where: str) -> str:
     """A part of a message as text."""
     fields = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
     if fields == {"type": "image"}:
-        return MARK
+        return IMAGE_MARK
     if fields.keys() == {"type", "text"} and fields["type"] == "text" and isinstance(fields["text"], str):
         return str(fields["text"])
     raise ConfigError(

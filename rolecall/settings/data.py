@@ -1,8 +1,8 @@
 """Sections of what is trained on what: the run, the model, prompts, sampling and held-out evaluation."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, Field, JsonValue, PositiveInt
+from pydantic import AfterValidator, Field, JsonValue, PositiveInt, model_validator
 
 from rolecall.settings.plugin import PluginSection
 from rolecall.settings.section import (
@@ -22,6 +22,8 @@ TEMPERATURES = (0.01, 2.0)
 divide by another; above it refuses.
 """
 
+IMAGE_MARK = "<image>"
+"""Stands in a message's text where it shows an image."""
 MAX_RESPONSES = 1024
 """Most responses to one prompt that a rollout samples."""
 NumResponses: TypeAlias = Annotated[int, Field(ge=1, le=MAX_RESPONSES)]
@@ -141,10 +143,20 @@ class DataSection(Section):
     """A system message put before every prompt that has none."""
     max_prompt_tokens: PositiveInt = 1024
     """Prompts longer than this when rendered are refused and counted, never truncated. Images count with the tokens
-    that the model makes of them; size.longest_edge of its preprocessor_config.json, in pixels, bounds those of one.
+    that the model makes of them; max_pixels of its preprocessor_config.json bounds those of one, or size.longest_edge
+    beside size.shortest_edge where that file has no max_pixels.
     """
     shuffle: bool = True
     """Another deterministic order in every epoch, over all files; false keeps theirs."""
+
+    @model_validator(mode="after")
+    def _system_prompt_shows_none(self) -> Self:
+        if self.images_field is not None and IMAGE_MARK in (self.system_prompt or ""):
+            raise ValueError(
+                f"system_prompt: it says {IMAGE_MARK}, which stands for an image of a row where data.images_field is "
+                "set; say it in other words"
+            )
+        return self
 
 
 class SamplingSection(Section):

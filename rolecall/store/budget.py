@@ -5,6 +5,7 @@ One arithmetic for admission and for `rolecall check`.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import nlargest
 
 from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS, TOPK_IDS, TOPK_LOGPROBS
 from rolecall.data.dataset import RawPrompt
@@ -22,18 +23,22 @@ append-only file's.
 
 @dataclass(frozen=True)
 class PromptBytes:
-    """The bytes of the largest prompt of a run."""
+    """The bytes that are counted for each prompt of a run."""
 
     text: int
-    """All but token ids and images; a group holds it once."""
+    """The largest, without token ids and images; a group holds it once."""
     images: int = 0
-    """The images of the prompt with most bytes of them; each row holds them."""
+    """The images of the prompts of a batch with most bytes of them, divided among its groups; each row holds its own.
+    So a single large image is counted once a batch: the prompts of an epoch are distinct, and more of them than a batch
+    has take less in the mean.
+    """
 
     @classmethod
-    def largest(cls, prompts: Iterable[RawPrompt]) -> "PromptBytes":
-        """The bytes of the largest of `prompts`."""
+    def largest(cls, prompts: Iterable[RawPrompt], groups_per_batch: int) -> "PromptBytes":
+        """The bytes of a batch of the largest of `prompts`, for each of its groups."""
         sizes = [(prompt.num_bytes, prompt.image_bytes) for prompt in prompts]
-        return cls(max((text for text, _ in sizes), default=0), max((images for _, images in sizes), default=0))
+        most = nlargest(groups_per_batch, (images for _, images in sizes))
+        return cls(max((text for text, _ in sizes), default=0), -(-sum(most) // max(1, len(most))))
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,8 @@ class StoreBudget:
 
     @classmethod
     def of(cls, settings: RunSettings, prompt: PromptBytes) -> "StoreBudget":
-        """ConfigError when the store cannot hold the batches that must exist at the same time. A group holds `prompt`,
-        the largest, once, in its first row, and while it is being committed once more in the stream; its images in
+        """ConfigError when the store cannot hold the batches that must exist at the same time. A group holds the text
+        of `prompt` once, in its first row, and while it is being committed once more in the stream; its images in
         every row, and in the stream. A prompt that is too long to be admitted counts, too: that is known only once
         it is tokenized, when its turn comes.
         """
@@ -74,16 +79,22 @@ class StoreBudget:
                 f"{algorithm.groups_per_batch} "
                 f"groups at their longest ({needed} bytes, of a group {group_bytes}, twice the largest prompt of "
                 f"{prompt.text} included"
-                + (f", and images of {prompt.images} in every row" if prompt.images else "")
+                + (
+                    f", and in every row images of {prompt.images} (data.images_field), the mean of as many prompts "
+                    "with most of them"
+                    if prompt.images
+                    else ""
+                )
                 + f"; rows may take {STORE_SHARE:.0%} of the store); "
-                "raise it, or lower sampling.max_tokens, environment.max_row_tokens, algorithm.groups_per_batch or "
-                "what data.train says of a prompt besides"
+                "raise it, or lower sampling.max_tokens, environment.max_row_tokens, algorithm.groups_per_batch"
+                + (", sampling.num_responses, the files of images" if prompt.images else "")
+                + " or what data.train says of a prompt besides"
             )
         return budget
 
 
 def batch_bytes(settings: RunSettings, batch: TrainBatch, prompt: PromptBytes) -> int:
-    """Bytes that the rows of a trained batch hold until a checkpoint covers it, where `prompt` is the largest."""
+    """Bytes that the rows of a trained batch hold until a checkpoint covers it, where each prompt takes `prompt`."""
     rows = rows_of(batch)
     held = prompt.text * len(batch.gids) + prompt.images * len(rows)
     return _row_bytes(settings, sum(ref.num_tokens for ref in rows), len(rows)) + held

@@ -47,6 +47,8 @@ class NextBatches:
     """Whether nothing can move before a checkpoint has freed rows: it is being written, or tried again and again."""
     cursor: Callable[[], Cursor]
     """The place in the sequence of prompts, which moves while admission passes over those that are too long."""
+    trouble: Callable[[], str]
+    """Why admission waits, where something that is away keeps it; else empty."""
 
     async def next(self, step: int) -> NextBatch | None:
         """The batch of `step`: the one sealed by an earlier loop, or the groups that admission.py chooses. None when
@@ -107,6 +109,7 @@ class NextBatches:
             "controller.stall_timeout_s and what a scorer and a reference may take; "
             f"{self.assembly.num_live} are live, {self.assembly.num_ready} ready, "
             f"rollouts: {[rollout.consumer + ' ' + rollout.phase for rollout in self.fleet.rollouts()]}"
+            + (f"; admission waits: {trouble}" if (trouble := self.trouble()) else "")
         )
 
     def _ends_now(self, *, is_ready: bool) -> bool:

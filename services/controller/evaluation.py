@@ -21,7 +21,7 @@ import numpy as np
 from rolecall.algorithms.best_and_worst import best_and_worst_at_k, is_graded
 from rolecall.algorithms.pass_and_majority import majority_at_k, pass_at_k, subset_sizes
 from rolecall.data.dataset import load_prompts
-from rolecall.errors import RoleCallError, UnavailableError
+from rolecall.errors import InvalidInputError, RoleCallError, UnavailableError
 from rolecall.scoring.client import RewardClient
 from rolecall.scoring.scores import Failure, Score, chunked, groups_of, score_item
 from rolecall.settings import EvaluationSet, RunSettings
@@ -60,18 +60,25 @@ class HeldOutSet:
 
 
 def load_sets(settings: RunSettings, renderer: PromptRenderer) -> list[HeldOutSet]:
-    """All configured sets. ConfigError as load_prompts; prompts that are too long are left out with a warning."""
+    """All configured sets. ConfigError as load_prompts; prompts that are too long, or cannot be shown, are left out
+    with a warning. StorageUnavailableError for an image that cannot be read now.
+    """
     sets = []
     for name, section in settings.evaluation.sets.items():
-        rendered = [renderer.render(raw, 0) for raw in load_prompts(section.path, settings.data, settings.reward)]
-        fitting = tuple(prompt for prompt in rendered if prompt is not None)
-        if len(fitting) < len(rendered):
+        fitting, num_too_long = list[trajectory_pb2.Prompt](), 0
+        for raw in load_prompts(section.path, settings.data, settings.reward):
+            try:
+                prompt = renderer.render(raw, 0)
+            except InvalidInputError as error:
+                logger.warning("evaluation set %s: a prompt cannot be shown and is left out: %s", name, error.message)
+                continue
+            num_too_long += prompt is None
+            fitting += [prompt] if prompt is not None else []
+        if num_too_long:
             logger.warning(
-                "evaluation set %s: %d prompts exceed data.max_prompt_tokens and are left out",
-                name,
-                len(rendered) - len(fitting),
+                "evaluation set %s: %d prompts exceed data.max_prompt_tokens and are left out", name, num_too_long
             )
-        sets.append(HeldOutSet(name, section, fitting))
+        sets.append(HeldOutSet(name, section, tuple(fitting)))
     return sets
 
 

@@ -114,6 +114,7 @@ class Loop:
             self._look,
             self._waits_for_room,
             lambda: self._prompts.cursor,
+            lambda: self._intake.trouble,
         )
         self._reports = Reports(parts)
         self._evaluations = Evaluations(parts, self._end, lambda: self._publisher.policy_version)
@@ -365,6 +366,7 @@ class Loop:
             metrics.merge(Metrics.from_proto(result.metrics))
         metrics.max("data/epoch", self._prompts.cursor.epoch)
         metrics.max("data/prompts_too_long", self._prompts.cursor.num_too_long)
+        metrics.max("data/prompts_unshown", self._prompts.cursor.num_unshown)
         dropped = self._intake.dropped
         metrics.max("groups/dropped", dropped.total())
         for reason, count in dropped.items():

@@ -65,7 +65,7 @@ def wire(settings: RunSettings) -> Wiring:
     from here.
     """
     raw_prompts = load_prompts(settings.data.train, settings.data, settings.reward, settings.algorithm.distillation)
-    prompt_bytes = PromptBytes.largest(raw_prompts)
+    prompt_bytes = PromptBytes.largest(raw_prompts, settings.algorithm.groups_per_batch)
     policy = admission_policy(settings, prompt_bytes)
     if isinstance(settings.algorithm.advantage, CustomAdvantage):
         # what is wrong with it is said now, not when the first batch is sampled

@@ -41,7 +41,7 @@ def crowd(run: TwinRun) -> None:
     """Gives the run the least store that its settings allow."""
     settings = run.settings
     raw = load_prompts(settings.data.train, settings.data, settings.reward, settings.algorithm.distillation)
-    budget = StoreBudget.of(settings, PromptBytes.largest(raw))
+    budget = StoreBudget.of(settings, PromptBytes.largest(raw, settings.algorithm.groups_per_batch))
     least = int(budget.num_batches * budget.batch_bytes / STORE_SHARE) + 2
     run.settings = settings.model_copy(update={"store": settings.store.model_copy(update={"max_bytes": least})})
 

@@ -230,7 +230,9 @@ async def test_a_controller_that_finds_the_store_full_of_trained_rows_frees_them
 def _leave_room_for(run: TwinRun, num_batches: float) -> None:
     """Gives the next controller a store of so many batches at their longest."""
     prompts = load_prompts(run.settings.data.train, run.settings.data, run.settings.reward)
-    longest = StoreBudget.of(run.settings, PromptBytes.largest(prompts)).batch_bytes
+    longest = StoreBudget.of(
+        run.settings, PromptBytes.largest(prompts, run.settings.algorithm.groups_per_batch)
+    ).batch_bytes
     max_bytes = int(num_batches * longest / STORE_SHARE) + 8
     run.settings = run.settings.model_copy(
         update={"store": run.settings.store.model_copy(update={"max_bytes": max_bytes})}

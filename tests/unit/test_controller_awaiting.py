@@ -40,6 +40,7 @@ async def test_a_stop_while_the_scorer_is_away_leaves_no_batch_that_is_ready(
         look=look,
         waits_for_room=lambda: False,
         cursor=lambda: Cursor(0, 0, 0),
+        trouble=lambda: "",
     )
     async with asyncio.timeout(60):
         batch = await batches.next(3)

@@ -1,11 +1,13 @@
 """Images in prompts: read from rows, counted as the library counts them, refused by line and field."""
 
+import asyncio
 import importlib.util
 import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow
@@ -31,13 +33,21 @@ from rolecall.data.images.tokens import (
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import DataSection, RewardSection, RunSettings, load_settings
+from rolecall.store.budget import PromptBytes
+from rolecall.store.position import RunPosition
 from rolecall.v1 import trajectory_pb2
-from services.controller.groups.prompts import PromptRenderer, PromptSequence
+from services.controller.board import RunBoard
+from services.controller.config import admission_policy
+from services.controller.groups.assembly import Assembly
+from services.controller.groups.intake import Intake
+from services.controller.groups.prompts import Cursor, PromptRenderer, PromptSequence
 from services.controller.publish.probe import make_probe
+from services.controller.threads import StoreThreads
 from tests.pictures import END, PAD, START, picture, write_seeing
 from tests.tiny_tokenizer import write_tokenizer
 from tests.twins.launched import write_light_config
 from tests.unit.test_controller_prompts import write
+from tests.waiting import until
 
 ELSEWHERE = RewardSection(address="scorer:1")
 TOKENS = VisualTokens(PAD, 4, 2, 64, 4096)
@@ -115,11 +125,46 @@ def test_the_tokens_of_a_model_are_read_from_the_files_that_its_processor_is_rea
 
 
 @pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"min_pixels": 256, "max_pixels": 1024},
+        {"min_pixels": 256, "max_pixels": 1024, "size": {"shortest_edge": 128, "longest_edge": 512}},
+        {"max_pixels": 1024, "size": {"shortest_edge": 128, "longest_edge": 512}},
+        {"max_pixels": 1024, "size": {"shortest_edge": 128}},
+        {"max_pixels": 1024},
+        {"size": {"shortest_edge": 128, "longest_edge": 512}},
+        {"size": {"longest_edge": 512}},
+        {"size": {"shortest_edge": 128}},
+        {"size": {"min_pixels": 128, "max_pixels": 512}},
+        {"size": {"height": 448, "width": 448}},
+        {"min_pixels": 0, "max_pixels": 1024},
+    ],
+)
+def test_the_bounds_of_an_images_pixels_are_the_librarys(tmp_path: Path, own: dict[str, Any]) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    write_seeing(tmp_path)
+    written = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, **own}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(written))
+    library = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
+    if library.size.shortest_edge and library.size.longest_edge:
+        tokens = require_visual_tokens(tmp_path)
+        assert (tokens.min_pixels, tokens.max_pixels) == (library.size.shortest_edge, library.size.longest_edge)
+        return
+    with pytest.raises(ValueError, match="must contain 'shortest_edge' and 'longest_edge'"):
+        library(images=[Image.new("RGB", (16, 16))])
+    with pytest.raises(ConfigError, match=r"_pixels \(or size\.\w+_edge\) is (None|0), not .*; a size of your own has"):
+        require_visual_tokens(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("processor", "complaint"),
     [
         ({"image_processor_type": "SiglipImageProcessor"}, "its image processor is SiglipImageProcessor; images are"),
         ({"do_resize": False}, "is Qwen2VLImageProcessor without do_resize"),
-        ({"patch_size": 0}, "patch_size is 0, not a number above 0"),
+        ({"do_resize": None}, "is Qwen2VLImageProcessor without do_resize"),
+        ({"patch_size": 0}, "patch_size is 0, not a whole number above 0"),
         ({"patch_size": 14}, r"processor's patch_size is 14, and vision_config.patch_size of config.json is 4"),
     ],
 )
@@ -164,6 +209,30 @@ def test_what_is_no_whole_image_is_refused(data: bytes) -> None:
         open_image(data)
 
 
+@pytest.mark.parametrize(
+    ("mode", "kind", "depth"), [("I;16", "PNG", np.uint16), ("I;16", "TIFF", np.uint16), ("I", "TIFF", np.int32)]
+)
+def test_an_image_of_more_than_8_bits_a_channel_is_refused_by_name(mode: str, kind: str, depth: type) -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.full((4, 4), 4000, depth)).save(file, kind)
+    with pytest.raises(InvalidInputError, match=f"an image has pixels of mode {mode}, of 16 or 32 bits in one channel"):
+        open_image(file.getvalue())
+    file = io.BytesIO()
+    Image.fromarray(np.full((4, 4), 0.5, np.float32)).save(file, "TIFF")
+    with pytest.raises(InvalidInputError, match="an image has pixels of mode F"):
+        open_image(file.getvalue())
+
+
+def test_an_image_of_too_many_pixels_is_refused_before_they_are_there() -> None:
+    file = io.BytesIO()
+    Image.new("1", (8193, 8192)).save(file, "PNG")
+    head = file.getvalue()[:64]
+    with pytest.raises(
+        InvalidInputError, match="an image of 8193 x 8192 pixels has more than 67108864; make it smaller"
+    ):
+        open_image(head)
+
+
 # --- rows -------------------------------------------------------------------------------------------
 
 
@@ -199,6 +268,13 @@ def test_without_the_setting_a_mark_is_text_and_images_are_a_field_like_others(t
     assert (prompt.chat[0]["content"], prompt.images, prompt.metadata) == ("say <image>", (), {"images": ["a"]})
 
 
+def test_a_system_prompt_that_shows_an_image_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "hi"})
+    with pytest.raises(ValidationError, match="system_prompt: it says <image>, which stands for an image of a row"):
+        section(path, system_prompt="You see <image> tags.")
+    assert section(path, system_prompt="You see <image> tags.", images_field=None).system_prompt
+
+
 def test_parquet_holds_the_bytes_of_images(tmp_path: Path) -> None:
     rows = [{"prompt": "<image>", "images": [{"bytes": picture(9, 9), "path": "gone.png"}]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
@@ -221,7 +297,13 @@ def test_a_function_of_the_users_leaves_the_bytes_as_they_are(tmp_path: Path, mo
     [
         ({"prompt": "<image>"}, r"field 'prompt': the messages show 1 images, .* and field 'images' has 0"),
         ({"prompt": "hi", "images": ["a.png"]}, "the messages show 0 images, .* has 1; show each once"),
-        ({"prompt": "<image>", "images": ["gone.png"]}, r"field 'images', image 1: there is no file .*gone\.png"),
+        ({"prompt": "<image>", "images": ["gone.png"]}, r"field 'images', image 1: there is no file 'gone\.png' in "),
+        ({"prompt": "<image>", "images": ["."]}, r"there is no file '\.' in .* \(it is no file\)"),
+        ({"prompt": "<image>", "images": ["a\0"]}, r"there is no file 'a\\x00' in .*null byte"),
+        (
+            {"prompt": "<image>", "images": ["data:image/png;base64," + "A" * 6000]},
+            r"there is no file 'data:image/png;base64,A{78}' in .* \(File name too long\); .* as \{bytes, path\}",
+        ),
         ({"prompt": "<image>", "images": [7]}, r"image 1: neither a path nor \{bytes, path\}"),
         ({"prompt": "<image>", "images": [{"bytes": None, "path": ""}]}, "image 1: neither a path nor"),
         ({"prompt": "<image>", "images": ["large.png"]}, f"have {MAX_BYTES + 1} bytes, more than {MAX_BYTES}"),
@@ -269,22 +351,83 @@ def test_a_prompt_carries_its_files_and_a_placeholder_for_each_token(tmp_path: P
 def test_a_text_that_spells_the_placeholder_is_refused_by_its_line(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture(16, 16))
     path = write(tmp_path / "p.jsonl", {"prompt": "<|image_pad|> <image>", "images": ["a.png"]})
-    with pytest.raises(ConfigError, match=r"p\.jsonl, line 1: .* has 2 tokens that stand for an image .* and 1 images"):
+    with pytest.raises(
+        InvalidInputError, match=r"p\.jsonl, line 1: .* has 2 tokens that stand for an image .* and 1 images"
+    ):
         encoder(tmp_path / "model").encode(load(path)[0])
 
 
-@pytest.mark.parametrize("damage", ["broken", "changed", "gone"])
+@pytest.mark.parametrize("damage", ["broken", "changed"])
 def test_a_file_that_is_not_what_it_was_is_refused_by_its_line(tmp_path: Path, damage: str) -> None:
     file = tmp_path / "a.png"
     file.write_bytes(b"x" * 99 if damage == "broken" else picture(16, 16))
     (prompt,) = load(write(tmp_path / "p.jsonl", {"prompt": "<image>", "images": ["a.png"]}))
     if damage == "changed":
         file.write_bytes(picture(32, 32))
-    elif damage == "gone":
-        file.unlink()
-    complaint = {"broken": "cannot be read", "changed": "when the run began", "gone": "No such file"}[damage]
-    with pytest.raises(ConfigError, match=rf"p\.jsonl, line 1: .*{complaint}"):
+    complaint = {"broken": "cannot be read", "changed": "when the run began"}[damage]
+    with pytest.raises(InvalidInputError, match=rf"p\.jsonl, line 1: .*{complaint}"):
         encoder(tmp_path / "model").encode(prompt)
+
+
+def test_a_row_that_cannot_be_shown_is_left_out_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture(16, 16))
+    (tmp_path / "cut.png").write_bytes(picture(40, 40)[:-300])
+    good: dict[str, Any] = {"prompt": "<image>", "images": ["a.png"]}
+    bad: list[dict[str, Any]] = [
+        {"prompt": "<image>", "images": ["cut.png"]},
+        {"prompt": "what is <|image_pad|>?"},
+    ]
+    renderer = PromptRenderer(encoder(tmp_path / "model"), 64)
+
+    def prompts(*rows: dict[str, Any]) -> PromptSequence:
+        return PromptSequence(load(write(tmp_path / "p.jsonl", *rows)), renderer, seed=0, shuffle=False)
+
+    mixed = prompts(good, *bad, good)
+    assert [mixed.next().uid for _ in range(3)] == ["1", "4", "1"]
+    assert (mixed.cursor.num_unshown, mixed.cursor.num_too_long) == (2, 0)
+    assert Cursor.decode(mixed.cursor.encode()) == mixed.cursor
+    assert Cursor.decode(b"[1, 2, 3]") == Cursor(1, 2, 3), "what runs wrote before there were images"
+    with pytest.raises(ConfigError, match=r"no prompt of data\.train .* has images to show; .*line 2: the rendered"):
+        prompts(*bad).next()
+
+
+def test_an_image_that_cannot_be_read_now_is_waited_for(
+    tmp_path: Path, make_settings: Callable[..., RunSettings]
+) -> None:
+    rows = [{"prompt": "<image>", "images": [f"{number}.png"]} for number in range(3)]
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(picture(16, 16))
+    raw = load(write(tmp_path / "p.jsonl", *rows))
+    prompts = PromptSequence(raw, PromptRenderer(encoder(tmp_path / "model"), 64), seed=0, shuffle=False)
+    (tmp_path / "1.png").rename(tmp_path / "away.png")
+    settings = make_settings(algorithm={"groups_per_batch": 3})
+    policy, admitted = admission_policy(settings, PromptBytes(0)), list[str]()
+    ledger = SimpleNamespace(admit_all=lambda found: admitted.extend(each.group.prompt.uid for each in found))
+    position, threads = RunPosition(published_step=0), StoreThreads()
+
+    async def admit() -> None:
+        intake = Intake(
+            settings,
+            cast(Any, ledger),
+            threads,
+            prompts,
+            policy,
+            RunBoard(),
+            Assembly(policy),
+            lambda: 0,
+            cast(Any, SimpleNamespace(position=position, backlog=(), retained_bytes=0)),
+        )
+        running = asyncio.create_task(intake.run())
+        await until(lambda: "1.png cannot be read: No such file" in intake.trouble)
+        assert admitted == ["1"], "those before it are not lost"
+        (tmp_path / "away.png").rename(tmp_path / "1.png")
+        await until(lambda: admitted == ["1", "2", "3"])
+        await until(lambda: intake.trouble == "")
+        running.cancel()
+
+    asyncio.run(admit())
+    threads.close()
+    assert prompts.cursor.num_unshown == 0
 
 
 def test_the_probe_leaves_out_the_tokens_of_images(tmp_path: Path, make_settings: Callable[..., RunSettings]) -> None:
@@ -324,9 +467,12 @@ def test_check_tells_what_prompts_show_and_names_the_line_of_a_broken_file(tmp_p
 
     whole = told("a.png", "a.png")
     assert "they show 2 images (data.images_field), those of one prompt up to 8 of its tokens and 0.0 MiB" in whole
-    assert "its images 0.0 MiB, kept in every row" in whole
+    assert "images 0.0 MiB in each of its rows, in the mean" in whole
     assert "<|vision_start|><|image_pad|><|vision_end|>?" in whole, "the first prompt as the template shows it"
-    assert "train.jsonl, line 2: an image cannot be read (UnidentifiedImageError" in told("a.png", "b.png")
+    mixed = told("b.png", "a.png")
+    assert "NOTE data.train: of the first 2 prompts 1 cannot be shown and will be left out; the first: " in mixed
+    assert "train.jsonl, line 1: an image cannot be read (UnidentifiedImageError" in mixed
+    assert "data.train: none of the 1 prompts of " in told("b.png")
     write_seeing(tmp_path / "model", {"model_type": "qwen3"})
     assert "data.images_field: model.path" in told("a.png")
 

@@ -11,6 +11,7 @@ import pytest
 
 from rolecall.columns import COLUMNS
 from rolecall.data.dataset import RawPrompt
+from rolecall.data.images.files import ImageFile
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError
@@ -86,6 +87,28 @@ def test_prompts_too_large_for_the_store_are_refused_and_named(make_settings: Ca
     StoreBudget.of(settings, PromptBytes(1000))
     with pytest.raises(ConfigError, match=r"twice the largest prompt of 1000000 included.*data\.train"):
         StoreBudget.of(settings, PromptBytes(1_000_000))
+
+
+def test_one_large_image_is_counted_once_a_batch(make_settings: Callable[..., RunSettings]) -> None:
+    """In every row of one group, and in the stream; small ones beside it as what they are."""
+    settings = make_settings(algorithm={"groups_per_batch": 4}, sampling={"num_responses": 2})
+    sizes = [92, 9_992, 92, 92, 192, 92]
+    prompts = [
+        RawPrompt(str(number), (("user", "?"),), "", {}, images=(ImageFile(size),)) for number, size in enumerate(sizes)
+    ]
+    counted = PromptBytes.largest(prompts, 4)
+    assert counted.images == (10_000 + 200 + 100 + 100) / 4
+    assert PromptBytes.largest(prompts[:2], 4).images == (10_000 + 100) / 2, "each is there twice"
+    without = StoreBudget.of(settings, PromptBytes(counted.text))
+    assert StoreBudget.of(settings, counted).batch_bytes - without.batch_bytes == 3 * 10_400
+    batch = TrainBatch(rows=[RowRef(num_tokens=128)] * 8, gids=[1, 2, 3, 4])
+    held = [batch_bytes(settings, batch, each) for each in (counted, PromptBytes(counted.text))]
+    assert held[0] - held[1] == 2 * 10_400
+    large = PromptBytes(0, 100 * 2**20)
+    with pytest.raises(
+        ConfigError, match=r"images of 104857600 \(data\.images_field\).*sampling\.num_responses, the file"
+    ):
+        StoreBudget.of(settings, large)
 
 
 @pytest.mark.parametrize(

@@ -5,26 +5,33 @@ becomes of these is the image processor's of the model directory.
 """
 
 import io
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.errors import ConfigError, InvalidInputError, StorageUnavailableError
 from rolecall.rpc.options import MAX_MESSAGE_BYTES
+from rolecall.settings.data import IMAGE_MARK
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MARK = "<image>"
-"""Stands in a message's text where it shows an image."""
 MAX_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of a prompt's images together: an evaluation sends them in one message, beside the text."""
+
+MAX_PIXELS = 2**26
+"""Most pixels of an image: opened it has 3 or 4 bytes for each, twice while they are converted. Below it Pillow warns
+of none.
+"""
+_SHOWN = 100
+"""Most characters that a complaint shows of a path."""
 
 
 def parts(content: str) -> str | list[dict[str, str]]:
     """A message's text in parts, one for each image that it shows; as it is where it shows none."""
-    first, *others = content.split(MARK)
+    first, *others = content.split(IMAGE_MARK)
     if not others:
         return content
     found = [{"type": "text", "text": first}]
@@ -35,7 +42,7 @@ def parts(content: str) -> str | list[dict[str, str]]:
 
 def text_of(content: str | Sequence[Mapping[str, str]]) -> str:
     """The text that `parts` was given."""
-    return content if isinstance(content, str) else "".join(part.get("text", MARK) for part in content)
+    return content if isinstance(content, str) else "".join(part.get("text", IMAGE_MARK) for part in content)
 
 
 @dataclass(frozen=True)
@@ -48,13 +55,17 @@ class ImageFile:
     """The bytes of an image without a path."""
 
     def read(self) -> bytes:
-        """The bytes of the file. InvalidInputError where it cannot be read, or is no longer what it was."""
+        """The bytes of the file. StorageUnavailableError where it cannot be read now, InvalidInputError where it is no
+        longer what it was.
+        """
         if self.path is None:
             return self.data
         try:
             data = self.path.read_bytes()
         except OSError as error:
-            raise InvalidInputError(f"the image {self.path} cannot be read: {error.strerror or error}") from error
+            raise StorageUnavailableError(
+                f"the image {self.path} cannot be read: {error.strerror or error}; bring its disk back, or the file"
+            ) from error
         if len(data) != self.num_bytes:
             raise InvalidInputError(
                 f"the image {self.path} has {len(data)} bytes and had {self.num_bytes} when the run began; leave the "
@@ -87,25 +98,45 @@ def _image(value: object, folder: Path, where: str) -> ImageFile:
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{where}: neither a path nor {{bytes, path}} with one of them; write the path of a file")
     path = folder / value
-    if not path.is_file():
-        raise ConfigError(f"{where}: there is no file {path}; correct the path, which begins at the dataset's folder")
-    return ImageFile(path.stat().st_size, path)
+    try:
+        found = path.stat()
+        wrong = "" if stat.S_ISREG(found.st_mode) else "it is no file"
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        wrong = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+    if wrong:
+        raise ConfigError(
+            f"{where}: there is no file {value[:_SHOWN]!r} in {folder} ({wrong}); give the path of a file from the "
+            "dataset's folder on, or the file itself as {bytes, path} in parquet"
+        )
+    return ImageFile(found.st_size, path)
 
 
 def open_image(data: bytes) -> "Image":
     """The pixels of a file, RGB, upright, on white where it is transparent, of its first frame. InvalidInputError where
-    it holds none.
+    it holds none, more than MAX_PIXELS, or numbers that are no colours of 8 bits.
     """
     from PIL import Image, ImageOps  # for those alone who open one
 
     try:
         with Image.open(io.BytesIO(data)) as opened:
-            image = ImageOps.exif_transpose(opened)
+            width, height = opened.size
+            if width * height > MAX_PIXELS:
+                raise InvalidInputError(
+                    f"an image of {width} x {height} pixels has more than {MAX_PIXELS}; make it smaller"
+                )
+            if opened.mode.startswith(("I", "F")):  # what is above 255 would become white, or floats up to 1 black
+                raise InvalidInputError(
+                    f"an image has pixels of mode {opened.mode}, of 16 or 32 bits in one channel; convert it to 8 bits"
+                )
+            ImageOps.exif_transpose(opened, in_place=True)
+            image: Image.Image = opened
             if image.has_transparency_data:
                 shown = image.convert("RGBA")
                 image = Image.new("RGBA", shown.size, "white")
                 image.alpha_composite(shown)
             return image.convert("RGB")
+    except InvalidInputError:
+        raise
     except Exception as error:  # the entry point of a reader that answers odd files with errors of every kind
         raise InvalidInputError(
             f"an image cannot be read ({type(error).__name__}: {error}); give a PNG, JPEG or another file that Pillow "

@@ -29,14 +29,18 @@ class PromptEncoder:
 
     def encode(self, raw: RawPrompt) -> tuple[list[int], list[bytes]]:
         """The ids of the rendered prompt, each image's as often as it has tokens, and the images' files. ConfigError
-        names the line that cannot be rendered, or whose images cannot be read.
+        names the line that cannot be rendered, InvalidInputError the one whose images cannot be shown, and
+        StorageUnavailableError the file that cannot be read now.
         """
         try:
             ids = self.tokenizer.encode(self.tokenizer.render(raw.chat))
-            if self.visual_tokens is None:
-                return ids, []
+        except InvalidInputError as error:
+            raise ConfigError(f"{raw.where}: {error.message}") from error
+        if self.visual_tokens is None:
+            return ids, []
+        try:
             files = [image.read() for image in raw.images]
             numbers = [self.visual_tokens.number(*open_image(file).size) for file in files]
             return self.visual_tokens.expanded(ids, numbers), files
         except InvalidInputError as error:
-            raise ConfigError(f"{raw.where}: {error.message}") from error
+            raise InvalidInputError(f"{raw.where}: {error.message}") from error

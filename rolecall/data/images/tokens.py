@@ -20,6 +20,9 @@ from rolecall.errors import ConfigError, InvalidInputError
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 """Values of model_type of models whose prompts may show images."""
 _PROCESSOR = "Qwen2VLImageProcessor"
+_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+"""The processor's `size` where its configuration has none."""
 _MAX_RATIO = 200
 """Greatest ratio of an image's sides that the processor takes."""
 
@@ -106,26 +109,26 @@ def read_visual_tokens(path: Path, setting: str = "model.path") -> VisualTokens 
         return None
     processor = _processor(path, setting)
     kind = str(processor.get("image_processor_type", _PROCESSOR))
-    if not kind.startswith(_PROCESSOR) or processor.get("do_resize") is False:
+    keeps_size = not processor.get("do_resize", True)
+    if not kind.startswith(_PROCESSOR) or keeps_size:
         raise ConfigError(
             f"{setting} {path}: its image processor is {kind}"
-            + (" without do_resize" if processor.get("do_resize") is False else "")
+            + (" without do_resize" if keeps_size else "")
             + f"; images are counted as {_PROCESSOR} resizes them; give the model its own preprocessor_config.json"
         )
-    size = processor.get("size") or {}
+    edges = _edges(processor)
     found = {
         "image_token_id in config.json": config.get("image_token_id"),
         "patch_size": processor.get("patch_size", 14),
         "merge_size": processor.get("merge_size", 2),
-        "size.shortest_edge": processor.get("min_pixels") or size.get("shortest_edge", 56 * 56),
-        "size.longest_edge": processor.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
+        **{f"{name} (or size.{edge})": edges.get(edge) for name, edge in _EDGES.items()},
     }
     wrong = [name for name, value in found.items() if not isinstance(value, int) or value < 1]
     vision = config.get("vision_config") or {}
     if wrong:
         raise ConfigError(
-            f"{setting} {path}: {wrong[0]} is {found[wrong[0]]!r}, not a number above 0; take the file from the model "
-            "as it was published"
+            f"{setting} {path}: {wrong[0]} is {found[wrong[0]]!r}, not a whole number above 0; take the file from the "
+            "model as it was published; a size of your own has both edges, in pixels"
         )
     for name, own in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
         if vision.get(own, found[name]) != found[name]:
@@ -145,6 +148,15 @@ def require_visual_tokens(path: Path) -> VisualTokens:
             f"({', '.join(FAMILIES)}); use one of them, or remove data.images_field"
         )
     return tokens
+
+
+def _edges(processor: dict[str, Any]) -> dict[str, Any]:
+    """The bounds of an image's pixels as the library finds them: a `size` that is there stands for the default as a
+    whole, whatever it lacks, and min_pixels and max_pixels go before it.
+    """
+    size = processor.get("size")
+    own = {edge: processor[name] for name, edge in _EDGES.items() if processor.get(name) is not None}
+    return {**(_SIZE if size is None else size if isinstance(size, dict) else {}), **own}
 
 
 def _processor(path: Path, setting: str) -> dict[str, Any]:

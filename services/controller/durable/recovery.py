@@ -41,7 +41,7 @@ class Recovery:
     """The actor first."""
     checkpoints: Checkpoints
     prompt_bytes: PromptBytes
-    """Bytes of the largest prompt."""
+    """Bytes that are counted for each prompt."""
     report: Callable[[str], None]
     """Called with what is awaited."""
 

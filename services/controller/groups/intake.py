@@ -11,7 +11,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from rolecall.errors import StoreFullError
+from rolecall.errors import StorageUnavailableError, StoreFullError
 from rolecall.settings import RunSettings
 from rolecall.store.ledger import Admission, Ledger
 from rolecall.telemetry import current_traceparent, tracer
@@ -71,6 +71,8 @@ class Intake:
         self._changed = asyncio.Event()
         self._dropped = Counter(position.dropped)
         self._retained_bytes = recovered.retained_bytes
+        self.trouble = ""
+        """The reason that the newest look admitted nothing for: a store that is full, an image that cannot be read."""
 
     @property
     def dropped(self) -> Counter[str]:
@@ -112,8 +114,11 @@ class Intake:
                 while await self._next_admissions():
                     await self._threads.call(self._ledger.admit_all, self._refused)
                     self._refused = []
-            except StoreFullError as error:
-                logger.warning("admission waits for the store: %s", error)
+                self.trouble = ""
+            except (StoreFullError, StorageUnavailableError) as error:
+                # For controller.stall_timeout_s at most while no group ends either (awaiting.py).
+                logger.warning("admission waits: %s", error)
+                self.trouble = error.message
             try:
                 async with asyncio.timeout(POLL_S):
                     await self._changed.wait()

@@ -1,8 +1,8 @@
 """Prompts: from the rows of a dataset to an endless, deterministic, resumable sequence of tokenized prompts.
 
 Owns the order within an epoch and the cursor, and with a curriculum the success rates that thin out an epoch. Over-long
-prompts are refused here, counted, never truncated. The dataset's format is `rolecall/data/dataset.py`'s. Knows nothing
-of admission or the store.
+prompts, and those whose images cannot be shown, are refused here, counted, never truncated. The dataset's format is
+`rolecall/data/dataset.py`'s. Knows nothing of admission or the store.
 """
 
 import json
@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from google.protobuf import struct_pb2
@@ -18,7 +18,7 @@ from google.protobuf import struct_pb2
 from rolecall.algorithms.curriculum import is_visited, updated_rate
 from rolecall.data.dataset import RawPrompt
 from rolecall.data.images.prompts import PromptEncoder
-from rolecall.errors import ConfigError
+from rolecall.errors import ConfigError, InvalidInputError, StorageUnavailableError
 from rolecall.settings import CurriculumSection
 from rolecall.store.position import SuccessRate
 from rolecall.v1 import trajectory_pb2
@@ -35,7 +35,8 @@ class PromptRenderer:
 
     def render(self, raw: RawPrompt, epoch: int) -> trajectory_pb2.Prompt | None:
         """The prompt with its token ids and images, or None when it is longer than max_prompt_tokens. ConfigError names
-        the line that cannot be rendered.
+        the line that cannot be rendered, InvalidInputError the one whose images cannot be shown, and
+        StorageUnavailableError the file that cannot be read now.
         """
         token_ids, images = self._encoder.encode(raw)
         if len(token_ids) > self._max_prompt_tokens:
@@ -62,10 +63,12 @@ class Cursor:
     index: int = 0
     num_too_long: int = 0
     """Prompts refused so far for their length."""
+    num_unshown: int = 0
+    """Prompts refused so far for images that cannot be shown."""
 
     def encode(self) -> bytes:
         """Bytes for the ledger and checkpoints."""
-        return json.dumps([self.epoch, self.index, self.num_too_long]).encode()
+        return json.dumps([self.epoch, self.index, self.num_too_long, self.num_unshown]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> "Cursor":
@@ -103,10 +106,12 @@ class PromptSequence:
         self._order = self._order_of(cursor.epoch)
         self._num_passed = 0
         """Places looked at since the last prompt."""
+        self._unshown = ""
+        """Why the newest prompt whose images cannot be shown was refused."""
 
     def next(self) -> trajectory_pb2.Prompt:
         """The next prompt that fits and whose turn it is; moves the cursor. ConfigError when no epoch has one that
-        fits.
+        fits. StorageUnavailableError, with the cursor before the prompt, when an image cannot be read now.
         """
         while (prompt := self._look()) is None:
             continue
@@ -114,12 +119,18 @@ class PromptSequence:
 
     def take(self, number: int, seconds: float) -> list[tuple[trajectory_pb2.Prompt, Cursor]]:
         """The next prompts as `next` gives them, each with the cursor behind it: `number`, or as many as are found
-        within so many seconds, perhaps none. For a thread, one call at a time: `visited` and `cursor` may be used
-        beside it, for a rate and a cursor are replaced whole.
+        within so many seconds, perhaps none; or as come before an image that cannot be read now, and
+        StorageUnavailableError where it is the first's. For a thread, one call at a time: `visited` and `cursor` may be
+        used beside it, for a rate and a cursor are replaced whole.
         """
         taken, end_at = list[tuple[trajectory_pb2.Prompt, Cursor]](), time.monotonic() + seconds
         while len(taken) < number and time.monotonic() < end_at:
-            prompt = self._look()
+            try:
+                prompt = self._look()
+            except StorageUnavailableError:
+                if taken:
+                    break
+                raise
             if prompt is not None:
                 taken.append((prompt, self.cursor))
         return taken
@@ -128,24 +139,39 @@ class PromptSequence:
         """The prompt at the cursor, which moves behind it; None when there is none there that fits and has its turn."""
         most_epochs = 1 + (self._curriculum.revisit_epochs if self._curriculum else 1)
         if self._num_passed == most_epochs * (len(self._prompts) + 1):
-            raise ConfigError("no prompt of data.train fits data.max_prompt_tokens; raise it or shorten the prompts")
-        self._num_passed += 1
-        epoch, index, refused = self.cursor.epoch, self.cursor.index, self.cursor.num_too_long
+            raise ConfigError(
+                "no prompt of data.train fits data.max_prompt_tokens; raise it or shorten the prompts"
+                if not self._unshown
+                else f"no prompt of data.train fits data.max_prompt_tokens and has images to show; {self._unshown}"
+            )
+        cursor = self.cursor
+        epoch, index = cursor.epoch, cursor.index
         if index == len(self._prompts):
-            self.cursor = Cursor(epoch + 1, 0, refused)
+            self._pass(replace(cursor, epoch=epoch + 1, index=0))
             self._order = self._order_of(epoch + 1)
             return None
         raw = self._prompts[self._order[index]]
         if not self._has_its_turn(raw.uid, epoch):
-            self.cursor = Cursor(epoch, index + 1, refused)
+            self._pass(replace(cursor, index=index + 1))
             return None
-        prompt = self._renderer.render(raw, epoch)
-        self.cursor = Cursor(epoch, index + 1, refused + (prompt is None))
+        try:
+            prompt = self._renderer.render(raw, epoch)
+        except InvalidInputError as error:
+            logger.warning("prompt %s cannot be shown and is left out: %s", raw.uid, error.message)
+            self._unshown = error.message
+            self._pass(replace(cursor, index=index + 1, num_unshown=cursor.num_unshown + 1))
+            return None
         if prompt is None:
             logger.warning("prompt %s is longer than data.max_prompt_tokens and is left out", raw.uid)
-        else:
-            self._num_passed = 0
+            self._pass(replace(cursor, index=index + 1, num_too_long=cursor.num_too_long + 1))
+            return None
+        self.cursor, self._num_passed = replace(cursor, index=index + 1), 0
         return prompt
+
+    def _pass(self, cursor: Cursor) -> None:
+        """Moves to `cursor` without a prompt."""
+        self.cursor = cursor
+        self._num_passed += 1
 
     def visited(self, uid: str, gid: int, visit_rate: float) -> SuccessRate | None:
         """Group `gid` answered prompt `uid` rightly in this share of its responses: the prompt's new rate, to be kept;
