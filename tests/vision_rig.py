@@ -11,7 +11,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTra
 
 from rolecall.columns import IMAGES
 from rolecall.training.engine import Microbatch
-from rolecall.training.packing.images import ImageReader
+from rolecall.training.packing.images import ImageReader, ReadImages
 from rolecall.training.packing.pack import Row, pack
 from rolecall.v1.trajectory_pb2 import Images
 from rolecall.wire import Array
@@ -64,9 +64,17 @@ def make_rows() -> list[Row]:
     ]
 
 
+def read_images(path: Path, rows: list[Row], dtype: torch.dtype = torch.float32) -> ReadImages:
+    """The images of `rows`, for the model in `path`."""
+    read = ReadImages(ImageReader(path, dtype))
+    for _ in read.read(rows):
+        pass
+    return read
+
+
 def packed(path: Path, rows: list[Row], columns: tuple[str, ...] = ()) -> Microbatch:
     """`rows` as a microbatch of the model in `path`."""
-    return pack(rows, columns, temperature=TEMPERATURE, device=CPU, images=ImageReader(path, torch.float32))
+    return pack(rows, columns, temperature=TEMPERATURE, device=CPU, images=read_images(path, rows))
 
 
 def oracle_model(path: Path) -> PreTrainedModel:

@@ -90,13 +90,15 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
 
 
 def _pixels(settings: RunSettings, size: int) -> str:
-    """The line on what waits of images until they are computed."""
+    """The line on what waits of images until they are computed: each once at every rank that has a response to it."""
     tokens = require_visual_tokens(settings.model.path)
     per_token = CHANNELS_OF_FRAMES * (tokens.patch_size * tokens.merge_size) ** 2 * size
-    most = settings.algorithm.groups_per_batch * settings.data.max_prompt_tokens * per_token
+    num_ranks, num_groups = settings.actor.num_ranks, settings.algorithm.groups_per_batch
+    most_prompts = num_groups * min(settings.sampling.num_responses, num_ranks) / num_ranks
+    most = most_prompts * settings.data.max_prompt_tokens * per_token
     return (
-        f"  pixels of a batch's images: up to {in_bytes(most / settings.actor.num_ranks)} of host memory at each rank "
-        f"of the actor, {per_token:,} bytes for each token of an image"
+        f"  pixels of a batch's images: up to {in_bytes(most)} of host memory at each rank of the actor, {per_token:,} "
+        "bytes for each token of an image"
     )
 
 

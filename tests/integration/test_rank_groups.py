@@ -14,16 +14,19 @@ import torch
 import torch.distributed as dist
 
 from rolecall.checkpoint.storage import DiskStorage
+from rolecall.columns import IMAGES
+from rolecall.data.images.tokens import VisualTokens
 from rolecall.errors import CheckpointMismatchError, DiskFullError, StorageUnavailableError
 from rolecall.store.rows import Rows
 from rolecall.training.engine import Microbatch
+from rolecall.training.packing.images import Image
 from rolecall.training.ranks import command_group
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.writers import Writers
 from rolecall.training.state.checkpoint import Snapshot, State
 from rolecall.training.step.rank_context import StoreRankContext
 from rolecall.training.step.share import compute_column
-from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
+from rolecall.v1.trajectory_pb2 import Images, RowRef, TrajectoryMeta
 from rolecall.wire import Array
 from tests.forks import run_ranks
 
@@ -90,24 +93,37 @@ class SlowRows(Rows):
             yield said
 
 
-def compute_one_row(folder: Path, rank: int) -> None:
-    command_group._PIECES_S = 0.1
-    group, told = meet(folder, rank), list[int]()
-    engine, unused = IdleEngine(), cast("Any", None)
-    context = StoreRankContext(
+def compute_of(context: StoreRankContext, num_tokens: int) -> None:
+    """Computes a column of one row."""
+    compute_column(
+        context,
+        [RowRef(id="0/0", num_tokens=num_tokens)],
+        ["values"],
+        lambda microbatch, _: [{}] * len(microbatch.lengths),
+    )
+
+
+def context_of(group: CommandGroup, engine: "IdleEngine", rows: Rows, told: list[int], **more: Any) -> StoreRankContext:
+    """A context that adds the engine's number of passes to `told` whenever it gets on."""
+    unused = cast("Any", None)
+    return StoreRankContext(
         engine=cast("Any", engine),
         state=unused,
         group=group,
         device=torch.device("cpu"),
-        token_budget=8,
+        token_budget=32,
         memory=unused,
         recorder=unused,
         progressed=lambda: told.append(engine.num_passes),
-        rows=SlowRows(),
+        rows=rows,
+        **more,
     )
-    compute_column(
-        context, [RowRef(id="0/0", num_tokens=4)], ["values"], lambda microbatch, _: [{}] * len(microbatch.lengths)
-    )
+
+
+def compute_one_row(folder: Path, rank: int) -> None:
+    command_group._PIECES_S = 0.1
+    group, told, engine = meet(folder, rank), list[int](), IdleEngine()
+    compute_of(context_of(group, engine, SlowRows(), told), 4)
     assert [told.count(num_passes) >= 3 for num_passes in (0, 1)] == [True, True], "while it is read, and written"
 
 
@@ -132,6 +148,55 @@ class FlopsOfLengths:
 
 def test_a_rank_without_rows_is_seen_to_get_on_while_another_reads_and_writes_its_own(tmp_path: Path) -> None:
     run_ranks(tmp_path, 2, compute_one_row, tmp_path)
+
+
+SHOWS = 5
+FILES = [bytes([number]) for number in range(10)]
+
+
+class ShownRows(Rows):
+    """Rows that show FILES, of a token each."""
+
+    def __init__(self) -> None:
+        """Nothing is stored."""
+
+    def read_by_calls(
+        self, refs: Sequence[RowRef], columns: Sequence[str], optional: Sequence[str] = ()
+    ) -> Iterator[list[tuple[dict[str, Array], TrajectoryMeta]]]:
+        meta = TrajectoryMeta()
+        meta.sampling.temperature = 1
+        ids = np.array([1, SHOWS] * len(FILES), np.int32)
+        row = {
+            "token_ids": ids,
+            "response_mask": np.ones(len(ids), np.uint8),
+            IMAGES: np.frombuffer(Images(files=FILES).SerializeToString(), np.uint8),
+        }
+        yield [(row, meta) for _ in refs]
+
+    def put_by_calls(self, refs: Sequence[RowRef], columns: Sequence[Mapping[str, Array]]) -> Iterator[int]:
+        yield from ()
+
+
+class SlowImages:
+    """A reader that takes a while for an image."""
+
+    tokens = VisualTokens(SHOWS, patch_size=4, merge_size=1, min_pixels=16, max_pixels=16)
+
+    def read(self, files: Sequence[bytes]) -> Iterator[Image]:
+        for _ in files:
+            time.sleep(0.05)
+            yield Image(torch.zeros(1, 96), (1, 1, 1))
+
+
+def compute_one_row_with_images(folder: Path, rank: int) -> None:
+    command_group._PIECES_S = 0.1
+    group, told, engine = meet(folder, rank), list[int](), IdleEngine()
+    compute_of(context_of(group, engine, ShownRows(), told, images=SlowImages()), 2 * len(FILES))
+    assert told.count(0) >= 5
+
+
+def test_a_rank_without_images_is_seen_to_get_on_while_another_reads_its_own(tmp_path: Path) -> None:
+    run_ranks(tmp_path, 2, compute_one_row_with_images, tmp_path)
 
 
 def write_apart(folder: Path, rank: int) -> None:

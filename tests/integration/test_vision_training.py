@@ -139,6 +139,21 @@ def test_two_ranks_train_like_one_also_where_a_rank_has_no_image_and_where_it_ha
     assert moved == (before.keys() - tower if options.get("freeze_vision_tower") else before.keys())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_frozen_tower_in_half_precision_keeps_its_frequencies_in_float32(paths: dict[str, Path], family: str) -> None:
+    engine = make_engine(paths[family], optimizer=SECTION, dtype="bfloat16", freeze_vision_tower=True)
+    trained = make_engine(paths[family], optimizer=SECTION, dtype="bfloat16")
+    tower, other = (each._model.vision for each in (engine, trained))
+    assert tower is not None
+    assert other is not None
+    assert {parameter.dtype for parameter in tower.module.parameters()} == {torch.bfloat16}
+    expected = dict(other.module.named_buffers())
+    assert any(buffer.is_floating_point() for buffer in expected.values())
+    for name, buffer in tower.module.named_buffers():
+        assert buffer.dtype == expected[name].dtype
+        assert torch.equal(buffer, expected[name])
+
+
 def train(engine: FsdpEngine, path: Path, *, num_steps: int) -> list[float]:
     """Norms of the gradients of steps on all rows."""
     rows, norms = make_rows(), []

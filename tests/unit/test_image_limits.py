@@ -62,9 +62,20 @@ def test_a_tower_that_stays_as_it_is_has_no_gradients_nor_moments(make_settings:
 
 
 def test_the_memory_that_pixels_take_is_told(make_settings: MakeSettings, vision: Path) -> None:
-    settings = shown(make_settings, vision, model={"dtype": "bfloat16"})
-    (line,) = (line for line in memory_and_disk(settings, read_model(vision)) if "pixels" in line)
-    assert "768 bytes for each token of an image" in line  # 8 x 8 pixels, three colours, twice, of two bytes
+    told = []
+    for num_ranks, num_responses in ((1, 8), (4, 2), (4, 8)):
+        settings = shown(
+            make_settings,
+            vision,
+            model={"dtype": "bfloat16"},
+            actor={"num_ranks": num_ranks},
+            sampling={"num_responses": num_responses},
+        )
+        (line,) = (line for line in memory_and_disk(settings, read_model(vision)) if "pixels" in line)
+        assert "768 bytes for each token of an image" in line  # 8 x 8 pixels, three colours, twice, of two bytes
+        told.append(line)
+    one, halves, all_at_each = told
+    assert one == all_at_each != halves  # responses to a prompt may be at as many ranks as there are of either
 
 
 def test_a_tower_to_freeze_must_be_there(make_settings: MakeSettings, text: Path) -> None:

@@ -456,7 +456,8 @@ def _build(options: EngineOptions) -> PackedModel:
     trains = options.optimizer is not None and options.lora is None
     model = build_model(options.path, options.head, torch.float32 if trains else DTYPES[options.dtype])
     if model.vision is not None and options.freeze_vision_tower:
-        model.vision.module.to(DTYPES[options.dtype]).requires_grad_(False)
+        for parameter in model.vision.module.parameters():  # not its buffers: rotary frequencies are float32
+            parameter.requires_grad_(False).data = parameter.data.to(DTYPES[options.dtype])
     if isinstance(model, PolicyModel):
         model.float32_logits = options.float32_logits
     return model

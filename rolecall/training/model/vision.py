@@ -13,6 +13,7 @@ Shapes: N tokens that are computed; P patches of all images; C numbers of a patc
 each token that shows one; M such tokens; H hidden size; I images.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,8 +38,10 @@ NAME = "rolecall_flash_patches"
 class ShownImages:
     """The distinct images of a microbatch, and the tokens that show them."""
 
-    patches_PC: torch.Tensor
-    """The images' patches, one image after another, on the host."""
+    patches_PC: Sequence[torch.Tensor]
+    """The patches of each image, on the host, where other microbatches may show the same; joined when they are
+    computed.
+    """
     grids_I3: torch.Tensor
     """int64, on the host: each image's frames (1), rows and columns of patches."""
     token_M: torch.Tensor
@@ -141,7 +144,7 @@ class VisionTower:
         plans = _PatchPlans(
             plan(images, given["cu_seqlens"]), plan(windows, given["cu_window_seqlens"]) if windows else None
         )
-        patches_PC = shown.patches_PC.to(device, dtype, non_blocking=True)
+        patches_PC = torch.cat(list(shown.patches_PC)).to(device, dtype, non_blocking=True)
         return self._made(self.module(patches_PC, grid_thw=shown.grids_I3, patches=plans, **given))
 
     def _made(self, output: Any) -> list[torch.Tensor]:
@@ -181,7 +184,7 @@ class VisionTower:
         """The smallest image there is, which no token shows."""
         none_M = torch.zeros(0, dtype=torch.int64, device=device)
         patches_PC = torch.zeros(self.merge**2, self._patch_size)
-        return ShownImages(patches_PC, torch.tensor([[1, self.merge, self.merge]]), none_M, none_M)
+        return ShownImages([patches_PC], torch.tensor([[1, self.merge, self.merge]]), none_M, none_M)
 
 
 def patch_attention(

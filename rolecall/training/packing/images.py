@@ -5,14 +5,15 @@ A row's tokens hold an image's placeholder once for each feature that the tower 
 the row's images stand one after another, from the first placeholder on; one that a policy sampled behind them is a
 token like any other. A later segment may show none.
 
-All of it happens on the host, in memory until the microbatch is computed. Which pixels a tower is given is
-image_processor.py's to say; it is imported where a reader is made, which runs on text have none of.
+All of it happens on the host, where an image's patches are once, whatever shows it, until the microbatches that do are
+computed. Which pixels a tower is given is image_processor.py's to say; it is imported where a reader is made, which
+runs on text have none of.
 
 Shapes: T tokens of one sequence; N of a pack; I images; P patches; C numbers of a patch.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rolecall.columns import IMAGES
 from rolecall.data.images.files import open_image
 from rolecall.data.images.tokens import require_visual_tokens
 from rolecall.errors import InvalidInputError
@@ -64,15 +66,43 @@ class ImageReader:
             self._progressed()
             yield image
 
-    def size(self, image: Image) -> tuple[int, int]:
-        """Rows and columns of the features of `image`."""
-        _, rows, columns = image.grid
-        return rows // self.tokens.merge_size, columns // self.tokens.merge_size
-
     def _read(self, file: bytes) -> Image:
         made = self._processor(images=[open_image(file)], return_tensors="pt")
         rows, columns = made["image_grid_thw"][0, 1:].tolist()
         return Image(made["pixel_values"].to(self._dtype), (1, rows, columns))
+
+
+class ReadImages:
+    """The images that sequences show, each distinct one once. They are read before the sequences are packed."""
+
+    def __init__(self, reader: ImageReader) -> None:
+        self._reader = reader
+        self._image_of: dict[bytes, Image] = {}
+        self.token_id = reader.tokens.token_id
+        """The token that stands for an image."""
+
+    def read(self, rows: Iterable[Mapping[str, Array]]) -> Iterator[None]:
+        """Reads the images that `rows` (token_ids and IMAGES) show and that it has not; yields after each.
+        InvalidInputError when one cannot be read.
+        """
+        shown = dict.fromkeys(file for row in rows for file in self.shown_by(row["token_ids"], row[IMAGES]))
+        files = [file for file in shown if file not in self._image_of]
+        for file, image in zip(files, self._reader.read(files), strict=True):
+            self._image_of[file] = image
+            yield
+
+    def shown_by(self, token_ids_T: Array, column: Array) -> list[bytes]:
+        """The files that a sequence shows, in order. `column` is its row's IMAGES."""
+        shows = (token_ids_T == self.token_id).any()
+        return list(Images.FromString(column.tobytes()).files) if shows else []
+
+    def size(self, image: Image) -> tuple[int, int]:
+        """Rows and columns of the features of `image`."""
+        _, rows, columns = image.grid
+        return rows // self._reader.tokens.merge_size, columns // self._reader.tokens.merge_size
+
+    def __getitem__(self, file: bytes) -> Image:
+        return self._image_of[file]
 
 
 @dataclass(frozen=True)
@@ -91,44 +121,41 @@ class PlacedImages:
         computed = feature_N if prefixes is None else feature_N[prefixes.first_C.cpu()]
         token_M = (computed >= 0).nonzero()[:, 0]
         return ShownImages(
-            patches_PC=torch.cat([image.patches_PC for image in self.images]),
+            patches_PC=[image.patches_PC for image in self.images],
             grids_I3=torch.tensor([image.grid for image in self.images]),
             token_M=token_M.to(device),
             feature_M=computed[token_M].to(device),
         )
 
 
-def place_images(token_ids: Sequence[Array], columns: Sequence[Array], reader: ImageReader) -> PlacedImages | None:
-    """Reads the images of sequences, each of which has its tokens and its row's column IMAGES; None where none shows
-    any. InvalidInputError when one cannot be read, or is not where the tokens say.
+def place_images(token_ids: Sequence[Array], columns: Sequence[Array], read: ReadImages) -> PlacedImages | None:
+    """Places the images of sequences, each of which has its tokens and its row's column IMAGES, all of them `read`;
+    None where none shows any. InvalidInputError when one is not where the tokens say.
     """
-    shown = [
-        list(Images.FromString(column.tobytes()).files) if (ids_T == reader.tokens.token_id).any() else []
-        for ids_T, column in zip(token_ids, columns, strict=True)
-    ]
+    shown = [read.shown_by(ids_T, column) for ids_T, column in zip(token_ids, columns, strict=True)]
     distinct = dict.fromkeys(file for files in shown for file in files)
     if not distinct:
         return None
-    images = list(reader.read(distinct))
-    firsts = np.cumsum([0, *(math.prod(reader.size(image)) for image in images)]).tolist()
+    images = [read[file] for file in distinct]
+    firsts = np.cumsum([0, *(math.prod(read.size(image)) for image in images)]).tolist()
     found = dict(zip(distinct, zip(images, firsts, strict=False), strict=True))  # the last is where they end
     placed = [
-        _place(ids_T, [found[file] for file in files], reader) for ids_T, files in zip(token_ids, shown, strict=True)
+        _place(ids_T, [found[file] for file in files], read) for ids_T, files in zip(token_ids, shown, strict=True)
     ]
     features, positions = zip(*placed, strict=True)
     return PlacedImages(images, features, np.concatenate(positions, 1))
 
 
-def _place(token_ids_T: Array, images: Sequence[tuple[Image, int]], reader: ImageReader) -> tuple[Array, Array]:
+def _place(token_ids_T: Array, images: Sequence[tuple[Image, int]], read: ReadImages) -> tuple[Array, Array]:
     """(feature_T, position_3T), as PlacedImages has them, of a sequence that shows `images`, each with the first of its
     features.
     """
     feature_T = np.full(len(token_ids_T), -1, np.int64)
     position_3T = np.tile(np.arange(len(token_ids_T)), (3, 1))
-    places = np.flatnonzero(token_ids_T == reader.tokens.token_id)
+    places = np.flatnonzero(token_ids_T == read.token_id)
     runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
     for number, (image, first) in enumerate(images, 1):
-        rows, columns = reader.size(image)
+        rows, columns = read.size(image)
         num, run = rows * columns, runs[number - 1] if number <= len(runs) else places[:0]
         if len(run) != num:
             raise InvalidInputError(

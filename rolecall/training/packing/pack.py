@@ -15,7 +15,7 @@ from rolecall.columns import IMAGES, OLD_ROUTED_EXPERTS, ROUTED_EXPERTS
 from rolecall.errors import InvalidInputError
 from rolecall.training.engine import Microbatch
 from rolecall.training.model.prefixes import find_prefixes
-from rolecall.training.packing.images import ImageReader, PlacedImages, place_images
+from rolecall.training.packing.images import PlacedImages, ReadImages, place_images
 from rolecall.wire import Array
 
 Row = Mapping[str, Array]
@@ -30,11 +30,11 @@ def pack(
     device: torch.device,
     score: str = "response_mask",
     trajectories: Sequence[int] | None = None,
-    images: ImageReader | None = None,
+    images: ReadImages | None = None,
 ) -> Microbatch:
     """Rows one after another as tensors on `device`, a sequence each. `score` names the mask of tokens whose outputs
     are wanted; `trajectories` the trajectory that each row is a segment of, by any number (absent: each is one);
-    `images` reads the column IMAGES, which every row then has.
+    `images` are those of the column IMAGES, which every row then has.
 
     Masks arrive as bool, other columns as they are. Sequences share a beginning only as far as they were routed alike,
     and show the same images.

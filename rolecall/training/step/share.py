@@ -8,6 +8,7 @@ Temperature belongs to the trajectory: it is read from each row's meta.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from rolecall.columns import IMAGES
 from rolecall.errors import InvalidInputError
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.model.logits.logprobs import Wanted
+from rolecall.training.packing.images import ReadImages
 from rolecall.training.packing.pack import Row, local_counts, pack
 from rolecall.training.packing.pieces import Piece, cut, join
 from rolecall.training.packing.plan import RankPlan
@@ -106,10 +108,11 @@ def read_share(
     rows = _RowsRead(pieces, mine, read, temperatures)
     own = [rows.counts([i for indices in microbatches for i in indices]) for microbatches in plan.minibatches]
     totals = context.group.sum_over_slots(np.array([[counts.num_tokens, counts.num_sequences] for counts in own]))
-    minibatches = []
-    for microbatches, (num_tokens, num_sequences) in zip(plan.minibatches, totals, strict=True):
-        packed = rows.packed(context, microbatches, packed_columns)
-        minibatches.append(Minibatch(packed, Counts(int(num_tokens), int(num_sequences))))
+    packed = iter(rows.packed(context, plan.microbatches, packed_columns))
+    minibatches = [
+        Minibatch(list(islice(packed, len(microbatches))), Counts(int(num_tokens), int(num_sequences)))
+        for microbatches, (num_tokens, num_sequences) in zip(plan.minibatches, totals, strict=True)
+    ]
     for row in read:
         row.pop(IMAGES, None)  # they are in the microbatches
     return TrainShare(read, minibatches, sum(row.num_tokens for row in batch.rows))
@@ -164,19 +167,31 @@ class _RowsRead:
     def packed(
         self, context: StoreRankContext, microbatches: Sequence[Sequence[int]], columns: Sequence[str]
     ) -> list[Microbatch]:
-        """The pieces of each of `microbatches`, packed; a collective, for an image may be unreadable on one rank."""
-        return context.group.agree(lambda: [self._packed(context, indices, columns) for indices in microbatches])
+        """The pieces of each of `microbatches`, packed; a collective, for an image may be unreadable on one rank. Each
+        distinct image is read once.
+        """
+        images = None if context.images is None else ReadImages(context.images)
+        packed: list[Microbatch] = []
 
-    def _packed(self, context: StoreRankContext, indices: Sequence[int], columns: Sequence[str]) -> Microbatch:
-        segments, places = self._segments(indices)
-        return pack(
-            segments,
-            columns,
-            temperature=[self.temperatures[place] for place in places],
-            device=context.device,
-            trajectories=places,
-            images=context.images,
-        )
+        def pieces() -> Iterator[None]:
+            for indices in microbatches:
+                segments, places = self._segments(indices)
+                if images is not None:
+                    yield from images.read(segments)
+                packed.append(
+                    pack(
+                        segments,
+                        columns,
+                        temperature=[self.temperatures[place] for place in places],
+                        device=context.device,
+                        trajectories=places,
+                        images=images,
+                    )
+                )
+                yield
+
+        context.group.agree_on_pieces(pieces(), context.progressed)
+        return packed
 
     def counts(self, indices: Sequence[int]) -> Counts:
         """Counts what is trained of the pieces `indices`."""

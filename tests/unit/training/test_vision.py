@@ -17,10 +17,10 @@ from rolecall.training.account.flops import count_flops
 from rolecall.training.model.attention import attend_packed, plan_attention
 from rolecall.training.model.lora import add_adapters
 from rolecall.training.model.packed_model import build_model, language_layers, layers
-from rolecall.training.packing.images import ImageReader, place_images
+from rolecall.training.packing.images import ImageReader, ReadImages, place_images
 from rolecall.training.packing.pack import pack
 from tests.tiny_models import VisionFamily, write_vision
-from tests.vision_rig import CPU, SHOWS, SQUARE, TALL, WIDE, make_row, make_rows, oracle_inputs
+from tests.vision_rig import CPU, SHOWS, SQUARE, TALL, WIDE, make_row, make_rows, oracle_inputs, read_images
 
 FAMILIES: tuple[VisionFamily, ...] = get_args(VisionFamily)
 
@@ -36,7 +36,7 @@ def test_rotary_positions_are_those_of_transformers(paths: dict[str, Path], fami
     path = paths[family]
     model = AutoModelForImageTextToText.from_pretrained(path).model
     for row in [each for each in make_rows() if (each["token_ids"] == SHOWS).any()]:
-        placed = place_images([row["token_ids"]], [row[IMAGES]], ImageReader(path, torch.float32))
+        placed = place_images([row["token_ids"]], [row[IMAGES]], read_images(path, [row]))
         assert placed is not None
         given = oracle_inputs(path, row)
         expected, _ = model.get_rope_index(
@@ -50,7 +50,7 @@ def test_a_feature_is_shown_by_one_token_after_another_and_an_image_is_read_once
     placed = place_images(
         [row["token_ids"] for row in rows],
         [row[IMAGES] for row in rows],
-        ImageReader(paths["qwen3_vl"], torch.bfloat16),
+        read_images(paths["qwen3_vl"], rows, torch.bfloat16),
     )
     assert placed is not None
     assert [image.grid for image in placed.images] == [(1, 4, 10), (1, 10, 4)]
@@ -59,13 +59,26 @@ def test_a_feature_is_shown_by_one_token_after_another_and_an_image_is_read_once
     assert (first, second) == (list(range(20)), list(range(10, 20)))
 
 
+def test_microbatches_that_show_an_image_have_one_copy_of_it(paths: dict[str, Path]) -> None:
+    path, told = paths["qwen3_vl"], list[None]()
+    images = ReadImages(ImageReader(path, torch.float32, lambda: told.append(None)))
+    shown = []
+    for row in (make_row([WIDE], [80]), make_row([TALL, WIDE], [81])):
+        assert all(each is None for each in images.read([row]))
+        microbatch = pack([row], [], temperature=1.0, device=CPU, images=images)
+        assert microbatch.shown is not None
+        shown.append(microbatch.shown.patches_PC)
+    assert shown[0][0] is shown[1][1]
+    assert len(told) == 2
+
+
 def test_a_microbatch_without_images_is_packed_as_text(paths: dict[str, Path]) -> None:
-    reader = ImageReader(paths["qwen3_vl"], torch.float32)
     rows = [make_row([], [80, 81]), make_row([], [90])]
-    microbatch = pack(rows, [], temperature=1.0, device=CPU, images=reader)
+    images = read_images(paths["qwen3_vl"], rows)
+    microbatch = pack(rows, [], temperature=1.0, device=CPU, images=images)
     assert microbatch.shown is None
     assert microbatch.position_ids_N.shape == microbatch.token_ids_N.shape
-    assert pack([], [], temperature=1.0, device=CPU, images=reader).shown is None
+    assert pack([], [], temperature=1.0, device=CPU, images=images).shown is None
 
 
 def test_patches_attend_to_all_of_their_image_and_to_nothing_else() -> None:
