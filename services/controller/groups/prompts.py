@@ -1,16 +1,19 @@
 """Prompts: from the rows of a dataset to an endless, deterministic, resumable sequence of tokenized prompts.
 
 Owns the order within an epoch and the cursor, and with a curriculum the success rates that thin out an epoch. Over-long
-prompts are refused here, counted, never truncated. The dataset's format is `rolecall/data/dataset.py`'s. Knows nothing
-of admission or the store.
+prompts are refused here, counted, never truncated. A checkpoint notes prompts with digests of their images, and what
+these become again is here, too. The dataset's format is `rolecall/data/dataset.py`'s. Knows nothing of admission or the
+store.
 """
 
+import hashlib
 import json
 import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from google.protobuf import struct_pb2
@@ -18,7 +21,7 @@ from google.protobuf import struct_pb2
 from rolecall.algorithms.curriculum import is_visited, updated_rate
 from rolecall.data.dataset import RawPrompt
 from rolecall.data.images.prompts import PromptEncoder
-from rolecall.errors import ConfigError
+from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import CurriculumSection
 from rolecall.store.position import SuccessRate
 from rolecall.v1 import trajectory_pb2
@@ -73,6 +76,11 @@ class Cursor:
         return cls(*json.loads(data)) if data else cls()
 
 
+def digests(files: Sequence[bytes]) -> list[bytes]:
+    """Returns what a checkpoint notes of a prompt's images, in the place of their files."""
+    return [hashlib.sha256(file).digest() for file in files]
+
+
 class PromptSequence:
     """The training prompts, epoch after epoch, each epoch in an order of its own drawn from (seed, epoch).
 
@@ -123,6 +131,46 @@ class PromptSequence:
             if prompt is not None:
                 taken.append((prompt, self.cursor))
         return taken
+
+    def take_again(
+        self, noted: Sequence[trajectory_pb2.Prompt], seconds: float
+    ) -> list[tuple[trajectory_pb2.Prompt, Cursor]]:
+        """The prompts that a checkpoint noted, with the files of their images, each with the cursor, which stays where
+        it is: as many as are read within so many seconds, one at least. For a thread, as `take`. ConfigError names the
+        images that are no longer what they were.
+        """
+        taken, end_at = list[tuple[trajectory_pb2.Prompt, Cursor]](), time.monotonic() + seconds
+        for prompt in noted:
+            taken.append((self._with_images(prompt) if prompt.images else prompt, self.cursor))
+            if time.monotonic() >= end_at:
+                break
+        return taken
+
+    def _with_images(self, noted: trajectory_pb2.Prompt) -> trajectory_pb2.Prompt:
+        raw = self._by_uid.get(noted.uid)
+        if raw is None:
+            raise ConfigError(
+                f"data.train has no prompt {noted.uid!r}, which was in flight at the checkpoint; give the run the data "
+                "that it began with"
+            )
+        try:
+            files = [image.read() for image in raw.images]
+        except InvalidInputError as error:
+            raise ConfigError(f"{raw.where}: {error.message}") from error
+        if digests(files) != list(noted.images):
+            names = ", ".join(str(image.path) for image in raw.images if image.path) or "in the file itself"
+            raise ConfigError(
+                f"{raw.where}: its images ({names}) are not those that were in flight at the checkpoint; put back the "
+                "files that the run began with"
+            )
+        whole = trajectory_pb2.Prompt()
+        whole.CopyFrom(noted)
+        whole.images[:] = files
+        return whole
+
+    @cached_property
+    def _by_uid(self) -> dict[str, RawPrompt]:
+        return {raw.uid: raw for raw in self._prompts}
 
     def _look(self) -> trajectory_pb2.Prompt | None:
         """The prompt at the cursor, which moves behind it; None when there is none there that fits and has its turn."""
