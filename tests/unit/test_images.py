@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from rolecall.commands.check import check
-from rolecall.data.dataset import RawPrompt, load_prompts
+from rolecall.data.dataset import PARQUET_ROWS, RawPrompt, load_prompts, read_rows
 from rolecall.data.engine_limits import check_engine
 from rolecall.data.images.files import MAX_BYTES, open_image
 from rolecall.data.images.prompts import PromptEncoder
@@ -32,6 +33,7 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import DataSection, RewardSection, RunSettings, load_settings
 from rolecall.v1 import trajectory_pb2
+from services.controller.evaluation import load_sets
 from services.controller.groups.prompts import PromptRenderer, PromptSequence
 from services.controller.publish.probe import make_probe
 from tests.pictures import END, PAD, START, picture, write_seeing
@@ -207,6 +209,20 @@ def test_parquet_holds_the_bytes_of_images(tmp_path: Path) -> None:
     assert prompt.image_bytes >= len(picture(9, 9)) > prompt.num_bytes
 
 
+def test_no_more_of_a_parquet_file_is_in_memory_than_what_is_kept_of_it(tmp_path: Path) -> None:
+    path, num_rows, num_bytes = tmp_path / "p.parquet", 4 * PARQUET_ROWS, 2**16
+    shown = [[{"bytes": random.Random(number).randbytes(num_bytes), "path": None}] for number in range(num_rows)]
+    table = pyarrow.Table.from_pylist([{"prompt": "<image>", "images": images} for images in shown])
+    pyarrow.parquet.write_table(table, path, use_dictionary=False, write_batch_size=8)  # pages of half a MiB
+    del table
+    before, most, number = pyarrow.total_allocated_bytes(), 0, 0
+    for number, row in read_rows(path, "data.train"):
+        assert row["images"] == shown[number - 1]
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+    assert number == num_rows
+    assert most < num_rows * num_bytes / 2, "Arrow holds the row group, all of the file, beside the rows"
+
+
 def test_a_function_of_the_users_leaves_the_bytes_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_images.py").write_text("def row(fields):\n    return {**fields, 'prompt': '<image>?'}\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -285,6 +301,24 @@ def test_a_file_that_is_not_what_it_was_is_refused_by_its_line(tmp_path: Path, d
     complaint = {"broken": "cannot be read", "changed": "when the run began", "gone": "No such file"}[damage]
     with pytest.raises(ConfigError, match=rf"p\.jsonl, line 1: .*{complaint}"):
         encoder(tmp_path / "model").encode(prompt)
+
+
+def test_a_held_out_set_keeps_no_files(tmp_path: Path, make_settings: Callable[..., RunSettings]) -> None:
+    (tmp_path / "a.png").write_bytes(picture(36, 20))
+    write(
+        tmp_path / "held.jsonl",
+        {"prompt": "say", "ground_truth": "1"},
+        {"prompt": "<image>", "ground_truth": "1", "images": ["a.png"]},
+    )
+    settings = make_settings(
+        data={"train": "p.jsonl", "images_field": "images"},
+        evaluation={"sets": {"held": {"path": str(tmp_path / "held.jsonl")}}},
+    )
+    (held_out,) = load_sets(settings, PromptRenderer(encoder(tmp_path / "model"), 64))
+    assert [list(prompt.images) for prompt in held_out.prompts] == [[], []]
+    assert {place: [file.path for file in files] for place, files in held_out.images.items()} == {
+        1: [tmp_path / "a.png"]
+    }
 
 
 def test_the_probe_leaves_out_the_tokens_of_images(tmp_path: Path, make_settings: Callable[..., RunSettings]) -> None:
