@@ -36,6 +36,8 @@ UID_FIELD = "uid"
 MAX_DEPTH = 24
 """Lists and objects in each other in a field of a prompt: protobuf reads messages 100 deep, and an object takes three.
 """
+PARQUET_ROWS, PARQUET_BUFFER_BYTES = 64, 2**20
+"""Rows of a parquet file that are read at a time, and bytes of a column: rows may hold images."""
 
 logger = logging.getLogger(__name__)
 
@@ -197,10 +199,12 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     from pyarrow import ArrowInvalid, parquet  # takes a moment to import, and most datasets are JSONL
 
     try:
-        table = parquet.read_table(path)
+        # as it comes: Arrow would keep whole row groups, which may be all of a file of images
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=PARQUET_BUFFER_BYTES) as file:
+            batches = file.iter_batches(PARQUET_ROWS)
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
     except ArrowInvalid as error:
         raise ConfigError(f"{path} is not parquet ({error}); write it anew, or name JSON lines .jsonl") from error
-    yield from enumerate(table.to_pylist(), 1)
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import stdev
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from rolecall.algorithms.best_and_worst import best_and_worst_at_k, is_graded
 from rolecall.algorithms.pass_and_majority import majority_at_k, pass_at_k, subset_sizes
 from rolecall.data.dataset import load_prompts
+from rolecall.data.images.files import ImageFile
 from rolecall.errors import InvalidInputError, RoleCallError, UnavailableError
 from rolecall.scoring.client import RewardClient
 from rolecall.scoring.scores import Failure, Score, chunked, groups_of, score_item
@@ -52,11 +53,14 @@ PAUSE_S = 2.0
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """A held-out set, rendered once."""
+    """A held-out set, rendered once. Files of images are read again for each evaluation, and not kept."""
 
     name: str
     section: EvaluationSet
     prompts: tuple[trajectory_pb2.Prompt, ...]
+    """The prompts that fit, without their images."""
+    images: Mapping[int, tuple[ImageFile, ...]] = field(default_factory=dict)
+    """The images of a prompt, by its place in `prompts`."""
 
 
 def load_sets(settings: RunSettings, renderer: PromptRenderer) -> list[HeldOutSet]:
@@ -65,20 +69,25 @@ def load_sets(settings: RunSettings, renderer: PromptRenderer) -> list[HeldOutSe
     """
     sets = []
     for name, section in settings.evaluation.sets.items():
-        fitting, num_too_long = list[trajectory_pb2.Prompt](), 0
+        prompts, images, num_too_long = list[trajectory_pb2.Prompt](), dict[int, tuple[ImageFile, ...]](), 0
         for raw in load_prompts(section.path, settings.data, settings.reward):
             try:
                 prompt = renderer.render(raw, 0)
             except InvalidInputError as error:
                 logger.warning("evaluation set %s: a prompt cannot be shown and is left out: %s", name, error.message)
                 continue
-            num_too_long += prompt is None
-            fitting += [prompt] if prompt is not None else []
+            if prompt is None:
+                num_too_long += 1
+                continue
+            if raw.images:
+                del prompt.images[:]
+                images[len(prompts)] = raw.images
+            prompts.append(prompt)
         if num_too_long:
             logger.warning(
                 "evaluation set %s: %d prompts exceed data.max_prompt_tokens and are left out", name, num_too_long
             )
-        sets.append(HeldOutSet(name, section, tuple(fitting)))
+        sets.append(HeldOutSet(name, section, tuple(prompts), images))
     return sets
 
 
@@ -195,6 +204,12 @@ class Evaluation:
             while queue:
                 index, prompt = queue.pop()
                 request = self._request(held_out, step, index, policy_version)
+                if images := held_out.images.get(index):
+                    try:
+                        request.prompt.images[:] = await asyncio.to_thread(_read, images)
+                    except RoleCallError as error:
+                        logger.warning("evaluation prompt %s cannot be shown: %s", request.id, error)
+                        continue
                 try:
                     results[index] = [
                         _Response(prompt, answer) async for answer in rollout.stub.Generate(request, timeout=timeout_s)
@@ -242,8 +257,8 @@ class Evaluation:
         return held_out.section.max_tokens or self._settings.sampling.max_tokens
 
     def _request(self, held_out: HeldOutSet, step: int, index: int, policy_version: int) -> rollout_pb2.GenerateRequest:
-        """A prompt's request, with a seed of its own: the same at every step, and not that of other prompts, whose
-        errors would add up.
+        """A prompt's request, without its images, with a seed of its own: the same at every step, and not that of other
+        prompts, whose errors would add up.
         """
         section = held_out.section
         sampling = trajectory_pb2.SamplingParams(
@@ -344,6 +359,10 @@ def _summarise_prompts(
                 metrics.mean(f"{prefix}/worst@{k}", worst)
     if len(shares) > 1:
         metrics.max(f"{prefix}/standard_error", stdev(shares) / math.sqrt(len(shares)))
+
+
+def _read(images: Sequence[ImageFile]) -> list[bytes]:
+    return [image.read() for image in images]
 
 
 def _token_ids(response: _Response) -> Array:

@@ -20,7 +20,9 @@ class Recovered:
     live: Mapping[int, int]
     """Live groups: gid to the published step at their admission."""
     backlog: tuple[trajectory_pb2.Prompt, ...]
-    """Prompts to admit before the data's next: those in flight at the checkpoint that this lineage began with."""
+    """Prompts to admit before the data's next, as they were noted: those in flight at the checkpoint that this lineage
+    began with.
+    """
     policy_version: int
     """Highest version that anyone may have seen."""
     retained_bytes: int

@@ -52,7 +52,7 @@ from services.rollout.sampling import (
     VersionSpan,
 )
 from services.rollout.scheduler import PRIORITY, PROBE_PRIORITY, UseLog, logprobs_of
-from services.rollout.vllm.image_prompts import ImagePrompts
+from services.rollout.vllm.image_prompts import ImagePrompts, under_load
 from services.rollout.vllm.sleeper import Sleeper
 
 _FINISH_REASONS = {"stop": trajectory_pb2.FINISH_REASON_STOP, "length": trajectory_pb2.FINISH_REASON_LENGTH}
@@ -164,7 +164,8 @@ class VllmEngine:
             return tokens_input(list(request.prompt_token_ids), cache_salt=str(self._num_loads))
         if self._image_prompts is None:
             raise InvalidInputError(f"request {request.request_id} has images, and the engine's model sees none")
-        return await self._image_prompts.of(request, self._num_loads)
+        prompt = await self._image_prompts.of(request)
+        return under_load(prompt, self._num_loads)  # which may have grown meanwhile
 
     async def probe(self, token_ids: Sequence[int], num_decoded: int) -> Probed:
         """Implements SamplingEngine.probe. In vLLM's pause "wait" our scheduler begins a probe and nothing else; what

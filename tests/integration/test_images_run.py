@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rolecall.errors import ConfigError
 from rolecall.scoring.scores import Item
+from rolecall.v1 import trajectory_pb2
 from services.controller.durable.in_flight import decode_prompts
+from services.controller.groups.prompts import digests
 from services.rollout.sampling import Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from tests.pictures import PAD, picture, write_seeing
 from tests.tiny_tokenizer import VISION_TEMPLATE, VISION_TOKENS
-from tests.twins.run import LightRun, balance
+from tests.twins.run import LightRun, TwinRun, balance
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(300)
@@ -71,6 +75,13 @@ async def test_images_reach_the_engine_the_rows_and_nobody_s_text(tmp_path: Path
     assert all(len(json.dumps(line)) < 2000 for line in lines)
 
 
+def noted(run: TwinRun) -> list[trajectory_pb2.Prompt]:
+    """The prompts that the newest checkpoint says were in flight, some at least."""
+    prompts = list(decode_prompts(run.newest().untrained))
+    assert prompts
+    return prompts
+
+
 async def test_prompts_in_flight_come_back_with_their_images_when_the_store_is_lost(
     tmp_path: Path, light_run: LightRun
 ) -> None:
@@ -78,13 +89,29 @@ async def test_prompts_in_flight_come_back_with_their_images_when_the_store_is_l
     async with see(tmp_path, light_run, algorithm=stale, run={"num_steps": 4}) as run:
         async with run.rollout("rollout-0", engine=Eyes()), run.controller():
             await until(lambda: run.checkpoints.latest() is not None)
-        noted = [tuple(prompt.images) for prompt in decode_prompts(run.newest().untrained)]
-        assert noted
-        assert all(len(images) == 1 for images in noted)
+        in_flight = [(np.frombuffer(one.token_ids, "<i4").tolist(), list(one.images)) for one in noted(run)]
+        assert {len(file) for _, images in in_flight for file in images} == {32}, "a manifest holds no files"
         run.lose_the_store()
         run.actor.restart()
         engine = Eyes()
         await run.to_the_end("rollout-0", engine=engine)
     assert balance(run)[1] == 16
-    assert {images for _, images in engine.shown} >= set(noted)
-    assert all(ids.count(PAD) == 6 * len(images) for ids, images in engine.shown)
+    shown = [(ids, digests(images)) for ids, images in engine.shown]
+    assert all(prompt in shown for prompt in in_flight)
+    assert all(ids.count(PAD) == 6 * len(images) for ids, images in shown)
+
+
+async def test_an_image_in_flight_that_has_changed_since_the_checkpoint_ends_the_run_by_name(
+    tmp_path: Path, light_run: LightRun
+) -> None:
+    stale = {"groups_per_batch": 4, "max_staleness": 1}
+    async with see(tmp_path, light_run, algorithm=stale, run={"num_steps": 4}) as run:
+        async with run.rollout("rollout-0", engine=Eyes()), run.controller():
+            await until(lambda: run.checkpoints.latest() is not None)
+        assert noted(run)
+        for number in range(4):
+            (tmp_path / "pictures" / f"{number}.png").write_bytes(picture(24, 16, 10 + number))
+        run.lose_the_store()
+        run.actor.restart()
+        with pytest.raises(ConfigError, match=r"seen\.jsonl, line \d: its images \(.*\d\.png\) are not those"):
+            await run.to_the_end("rollout-0", engine=Eyes())

@@ -3,13 +3,15 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rolecall.data.images.files import ImageFile
 from rolecall.errors import GenerationError, RoleCallError, UnavailableError
 from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.settings import EvaluationSet, RunSettings
@@ -39,6 +41,8 @@ class Replica:
     """By the uid of a prompt."""
     asked: list[str] = field(default_factory=list)
     seeds: set[int] = field(default_factory=set)
+    shown: dict[str, list[bytes]] = field(default_factory=dict)
+    """The images of each prompt that was asked, by its uid."""
     last_seen: float = math.inf
 
     @property
@@ -52,6 +56,7 @@ class Replica:
         """RolloutService.Generate."""
         self.asked.append(request.prompt.uid)
         self.seeds.add(request.seed)
+        self.shown[request.prompt.uid] = list(request.prompt.images)
         for index in range(request.num_responses):
             if request.prompt.uid in self.failing:
                 raise self.failing[request.prompt.uid]
@@ -90,13 +95,14 @@ async def evaluated(
     fleet: Replicas | None = None,
     board: RunBoard | None = None,
     settings: RunSettings | None = None,
+    images: Mapping[int, tuple[ImageFile, ...]] = {},
 ) -> dict[str, float]:
     section = EvaluationSet.model_validate({"path": "held.jsonl", "num_responses": NUM_RESPONSES})
     prompts = [trajectory_pb2.Prompt(uid=str(i), token_ids=np.ones(2, "<i4").tobytes()) for i in range(NUM_PROMPTS)]
     members: Any = fleet or Replicas(list(replicas))
     reward: Any = scorer or Scorer()
     settings = settings or make_settings(controller={"lease_s": LEASE_S})
-    held_out = HeldOutSet("held", section, tuple(prompts))
+    held_out = HeldOutSet("held", section, tuple(prompts), images)
     metrics, _ = await Evaluation(settings, members, reward, board or RunBoard(), [held_out]).run(4, lambda: VERSION)
     return metrics.values()
 
@@ -112,6 +118,17 @@ async def test_a_prompt_that_nobody_could_answer_is_missing_and_in_no_mean(
     values = await evaluated(make_settings, Replica("r.0", failing={"1": GenerationError("it cannot")}))
     assert values["eval/held/missing"] == NUM_RESPONSES
     assert values["eval/held/accuracy"] == 1.0
+
+
+async def test_images_are_read_when_their_prompt_is_asked_and_one_that_is_gone_costs_its_prompt_alone(
+    make_settings: Callable[..., RunSettings], tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(b"picture")
+    images = {place: (ImageFile(7, tmp_path / name),) for place, name in enumerate(["a.png", "gone.png"])}
+    replica = Replica("r.0")
+    values = await evaluated(make_settings, replica, images=images)
+    assert replica.shown == {str(i): [b"picture"] if i == 0 else [] for i in range(NUM_PROMPTS) if i != 1}
+    assert values["eval/held/missing"] == NUM_RESPONSES
 
 
 async def test_what_tokens_earn_is_reported_and_is_no_success(make_settings: Callable[..., RunSettings]) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import io
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from rolecall.commands.check import check
-from rolecall.data.dataset import RawPrompt, load_prompts
+from rolecall.data.dataset import PARQUET_ROWS, RawPrompt, load_prompts, read_rows
 from rolecall.data.engine_limits import check_engine
 from rolecall.data.images.files import MAX_BYTES, open_image
 from rolecall.data.images.prompts import PromptEncoder
@@ -38,6 +39,7 @@ from rolecall.store.position import RunPosition
 from rolecall.v1 import trajectory_pb2
 from services.controller.board import RunBoard
 from services.controller.config import admission_policy
+from services.controller.evaluation import load_sets
 from services.controller.groups.assembly import Assembly
 from services.controller.groups.intake import Intake
 from services.controller.groups.prompts import Cursor, PromptRenderer, PromptSequence
@@ -283,6 +285,20 @@ def test_parquet_holds_the_bytes_of_images(tmp_path: Path) -> None:
     assert prompt.image_bytes >= len(picture(9, 9)) > prompt.num_bytes
 
 
+def test_no_more_of_a_parquet_file_is_in_memory_than_what_is_kept_of_it(tmp_path: Path) -> None:
+    path, num_rows, num_bytes = tmp_path / "p.parquet", 4 * PARQUET_ROWS, 2**16
+    shown = [[{"bytes": random.Random(number).randbytes(num_bytes), "path": None}] for number in range(num_rows)]
+    table = pyarrow.Table.from_pylist([{"prompt": "<image>", "images": images} for images in shown])
+    pyarrow.parquet.write_table(table, path, use_dictionary=False, write_batch_size=8)  # pages of half a MiB
+    del table
+    before, most, number = pyarrow.total_allocated_bytes(), 0, 0
+    for number, row in read_rows(path, "data.train"):
+        assert row["images"] == shown[number - 1]
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+    assert number == num_rows
+    assert most < num_rows * num_bytes / 2, "Arrow holds the row group, all of the file, beside the rows"
+
+
 def test_a_function_of_the_users_leaves_the_bytes_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_images.py").write_text("def row(fields):\n    return {**fields, 'prompt': '<image>?'}\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -428,6 +444,24 @@ def test_an_image_that_cannot_be_read_now_is_waited_for(
     asyncio.run(admit())
     threads.close()
     assert prompts.cursor.num_unshown == 0
+
+
+def test_a_held_out_set_keeps_no_files(tmp_path: Path, make_settings: Callable[..., RunSettings]) -> None:
+    (tmp_path / "a.png").write_bytes(picture(36, 20))
+    write(
+        tmp_path / "held.jsonl",
+        {"prompt": "say", "ground_truth": "1"},
+        {"prompt": "<image>", "ground_truth": "1", "images": ["a.png"]},
+    )
+    settings = make_settings(
+        data={"train": "p.jsonl", "images_field": "images"},
+        evaluation={"sets": {"held": {"path": str(tmp_path / "held.jsonl")}}},
+    )
+    (held_out,) = load_sets(settings, PromptRenderer(encoder(tmp_path / "model"), 64))
+    assert [list(prompt.images) for prompt in held_out.prompts] == [[], []]
+    assert {place: [file.path for file in files] for place, files in held_out.images.items()} == {
+        1: [tmp_path / "a.png"]
+    }
 
 
 def test_the_probe_leaves_out_the_tokens_of_images(tmp_path: Path, make_settings: Callable[..., RunSettings]) -> None:

@@ -1,6 +1,7 @@
 """The prompts of groups in flight, as a checkpoint notes them.
 
-They are admitted again where the store's memory of them is lost.
+They are admitted again where the store's memory of them is lost. Their images are noted as digests (Prompt.images holds
+those then): the files are the data's, and a manifest with all of them would be as large as what is in flight.
 """
 
 import base64
@@ -12,14 +13,17 @@ from rolecall.errors import RowMissingError
 from rolecall.store.ledger import Ledger
 from rolecall.store.rows import Rows
 from rolecall.v1 import trajectory_pb2
+from services.controller.groups.prompts import digests
 
 READ_COUNT = 256
 """Committed groups per read."""
 
 
 def prompts_in_flight(ledger: Ledger, rows: Rows, next_gid: int) -> list[trajectory_pb2.Prompt]:
-    """The prompts of all live groups below `next_gid`, in order of admission. Blocks."""
+    """The prompts of all live groups below `next_gid`, in order of admission, with digests of their images. Blocks."""
     prompts = {group.gid: group.prompt for group in ledger.queued()}
+    for prompt in prompts.values():
+        prompt.images[:] = digests(prompt.images)
     position = "0"
     while entries := ledger.read_committed(position, READ_COUNT, 0.0):
         position = entries[-1][0]
@@ -36,7 +40,7 @@ def _prompt_of(rows: Rows, ref: trajectory_pb2.RowRef) -> trajectory_pb2.Prompt:
     (row,), (meta,) = rows.read_with_meta([ref], ["token_ids"], [IMAGES])
     meta.prompt.token_ids = row["token_ids"][: meta.num_prompt_tokens].tobytes()
     if IMAGES in row:
-        meta.prompt.images.extend(trajectory_pb2.Images.FromString(row[IMAGES].tobytes()).files)
+        meta.prompt.images.extend(digests(trajectory_pb2.Images.FromString(row[IMAGES].tobytes()).files))
     return meta.prompt
 
 

@@ -36,7 +36,9 @@ class RunPoint:
     cursor: str
     """The data cursor, encoded."""
     untrained: list[str]
-    """Prompts in flight, base64 of serialized Prompts: admitted again where the store's own memory of them is lost."""
+    """Prompts in flight, base64 of serialized Prompts with digests of their images: admitted again where the store's
+    own memory of them is lost.
+    """
     waiting: list[str] = field(default_factory=list)
     """Prompts of an older checkpoint that this lineage had yet to admit again, encoded alike: the store never knew
     them.

@@ -65,7 +65,9 @@ class Intake:
         self._first_gid = self._next_gid = position.next_gid
         self._admitted = position.admitted
         self._backlog = recovered.backlog
-        """Prompts that are admitted first, the one at place i under the gid `_first_gid` + i."""
+        """Prompts as a checkpoint noted them, which are admitted first, the one at place i under the gid `_first_gid` +
+        i.
+        """
         self._rendered: deque[tuple[trajectory_pb2.Prompt, Cursor]] = deque()
         self._refused: list[Admission] = []
         self._changed = asyncio.Event()
@@ -130,13 +132,12 @@ class Intake:
         count as admitted from here on, and stay first in line until they are.
         """
         while len(self._refused) < ADMIT_COUNT and self._may_admit(self._retained_bytes):
-            place = self._next_gid - self._first_gid
-            if place < len(self._backlog):
-                self._refused.append(self._admission(self._backlog[place], self._prompts.cursor))
-            elif self._rendered:
+            if self._rendered:
                 self._refused.append(self._admission(*self._rendered.popleft()))
             elif self._refused:
                 break
+            elif backlog := self.backlog_at(self._next_gid)[: self._room()]:
+                self._rendered.extend(await self._threads.call(self._prompts.take_again, backlog, RENDER_S))
             else:
                 self._rendered.extend(await self._threads.call(self._prompts.take, self._room(), RENDER_S))
         return self._refused

@@ -1,16 +1,19 @@
 """Prompts: from the rows of a dataset to an endless, deterministic, resumable sequence of tokenized prompts.
 
 Owns the order within an epoch and the cursor, and with a curriculum the success rates that thin out an epoch. Over-long
-prompts, and those whose images cannot be shown, are refused here, counted, never truncated. The dataset's format is
+prompts, and those whose images cannot be shown, are refused here, counted, never truncated. A checkpoint notes prompts
+with digests of their images, and what these become again is here, too. The dataset's format is
 `rolecall/data/dataset.py`'s. Knows nothing of admission or the store.
 """
 
+import hashlib
 import json
 import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from google.protobuf import struct_pb2
@@ -76,6 +79,11 @@ class Cursor:
         return cls(*json.loads(data)) if data else cls()
 
 
+def digests(files: Sequence[bytes]) -> list[bytes]:
+    """Returns what a checkpoint notes of a prompt's images, in the place of their files."""
+    return [hashlib.sha256(file).digest() for file in files]
+
+
 class PromptSequence:
     """The training prompts, epoch after epoch, each epoch in an order of its own drawn from (seed, epoch).
 
@@ -134,6 +142,52 @@ class PromptSequence:
             if prompt is not None:
                 taken.append((prompt, self.cursor))
         return taken
+
+    def take_again(
+        self, noted: Sequence[trajectory_pb2.Prompt], seconds: float
+    ) -> list[tuple[trajectory_pb2.Prompt, Cursor]]:
+        """The prompts that a checkpoint noted, with the files of their images, each with the cursor, which stays where
+        it is: as many as are read within so many seconds, one at least; StorageUnavailableError as `take`. For a
+        thread, as that. ConfigError names the images that are no longer what they were.
+        """
+        taken, end_at = list[tuple[trajectory_pb2.Prompt, Cursor]](), time.monotonic() + seconds
+        for prompt in noted:
+            try:
+                whole = self._with_images(prompt) if prompt.images else prompt
+            except StorageUnavailableError:
+                if taken:
+                    break
+                raise
+            taken.append((whole, self.cursor))
+            if time.monotonic() >= end_at:
+                break
+        return taken
+
+    def _with_images(self, noted: trajectory_pb2.Prompt) -> trajectory_pb2.Prompt:
+        raw = self._by_uid.get(noted.uid)
+        if raw is None:
+            raise ConfigError(
+                f"data.train has no prompt {noted.uid!r}, which was in flight at the checkpoint; give the run the data "
+                "that it began with"
+            )
+        try:
+            files = [image.read() for image in raw.images]
+        except InvalidInputError as error:
+            raise ConfigError(f"{raw.where}: {error.message}") from error
+        if digests(files) != list(noted.images):
+            names = ", ".join(str(image.path) for image in raw.images if image.path) or "in the file itself"
+            raise ConfigError(
+                f"{raw.where}: its images ({names}) are not those that were in flight at the checkpoint; put back the "
+                "files that the run began with"
+            )
+        whole = trajectory_pb2.Prompt()
+        whole.CopyFrom(noted)
+        whole.images[:] = files
+        return whole
+
+    @cached_property
+    def _by_uid(self) -> dict[str, RawPrompt]:
+        return {raw.uid: raw for raw in self._prompts}
 
     def _look(self) -> trajectory_pb2.Prompt | None:
         """The prompt at the cursor, which moves behind it; None when there is none there that fits and has its turn."""

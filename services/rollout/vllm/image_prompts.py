@@ -2,7 +2,8 @@
 
 Owns what vLLM is given of an image: pixels, and a name under which it may keep what the vision tower makes of them. The
 name has the number of loads in it, so that nothing that older weights made of an image is given to a request that
-begins under newer ones, whatever a pause leaves in the engine.
+begins under newer ones, whatever a pause leaves in the engine. It is put on last: a load may begin while images are
+processed.
 
 Bounds: images are opened in a thread and processed in the renderer's own, one prompt at a time; requests for one prompt
 that come together, as a group's do, share what is made for the first. It is kept by the requests alone.
@@ -22,7 +23,7 @@ from rolecall.data.images.tokens import collapsed
 from rolecall.errors import GenerationError
 from services.rollout.sampling import SampleRequest
 
-_Key: TypeAlias = tuple[tuple[bytes, ...], tuple[int, ...], int]
+_Key: TypeAlias = tuple[tuple[bytes, ...], tuple[int, ...]]
 
 
 class ImagePrompts:
@@ -34,11 +35,11 @@ class ImagePrompts:
         self._token_id = token_id
         self._under_way: dict[_Key, asyncio.Task[Any]] = {}
 
-    async def of(self, request: SampleRequest, num_loads: int) -> Any:
-        """The prompt of `request` for an engine that began so many loads of weights. InvalidInputError for a file that
-        is no image; GenerationError when vLLM makes other tokens of it than the prompt has.
+    async def of(self, request: SampleRequest) -> Any:
+        """The prompt of `request`, for `under_load`. InvalidInputError for a file that is no image; GenerationError
+        when vLLM makes other tokens of it than the prompt has.
         """
-        key = (tuple(request.images), tuple(request.prompt_token_ids), num_loads)
+        key = (tuple(request.images), tuple(request.prompt_token_ids))
         making = self._under_way.get(key)
         if making is None:
             making = self._under_way[key] = asyncio.create_task(self._made(*key))
@@ -50,13 +51,12 @@ class ImagePrompts:
         if not making.cancelled():
             making.exception()  # whoever waits gets it, and perhaps nobody does any more
 
-    async def _made(self, files: Sequence[bytes], ids: Sequence[int], num_loads: int) -> Any:
+    async def _made(self, files: Sequence[bytes], ids: Sequence[int]) -> Any:
         images, names = await asyncio.to_thread(_opened, files)
         prompt = TokensPrompt(
             prompt_token_ids=collapsed(ids, self._token_id, len(files)),
             multi_modal_data={"image": images},
-            multi_modal_uuids={"image": [f"{name}/{num_loads}" for name in names]},
-            cache_salt=str(num_loads),
+            multi_modal_uuids={"image": names},
         )
         try:
             # bounded: by generation_timeout_s of whoever asks
@@ -71,6 +71,14 @@ class ImagePrompts:
                 "of the model directory's image processor must be the same for all roles"
             )
         return made
+
+
+def under_load(prompt: Any, num_loads: int) -> Any:
+    """A prompt that `ImagePrompts` made, for an engine that began so many loads of weights: submit it before another
+    begins.
+    """
+    names = [f"{name}/{num_loads}" for name in prompt["mm_hashes"]["image"]]
+    return {**prompt, "mm_hashes": {"image": names}, "cache_salt": str(num_loads)}
 
 
 def _opened(files: Sequence[bytes]) -> tuple[list[Any], list[str]]:
