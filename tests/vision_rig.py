@@ -77,9 +77,9 @@ def packed(path: Path, rows: list[Row], columns: tuple[str, ...] = ()) -> Microb
     return pack(rows, columns, temperature=TEMPERATURE, device=CPU, images=read_images(path, rows))
 
 
-def oracle_model(path: Path) -> PreTrainedModel:
+def oracle_model(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model by transformers alone."""
-    return AutoModelForImageTextToText.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32).eval()
+    return AutoModelForImageTextToText.from_pretrained(path, attn_implementation="sdpa", dtype=dtype).eval()
 
 
 def oracle_inputs(path: Path, row: Row) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def oracle_inputs(path: Path, row: Row) -> dict[str, Any]:
 
 def oracle_logprobs(model: PreTrainedModel, path: Path, row: Row, temperature: float = TEMPERATURE) -> torch.Tensor:
     """Logprobs [T] of a row by itself, 0 outside the response mask."""
-    log_p = (model(**oracle_inputs(path, row)).logits[0] / temperature).log_softmax(-1)[:-1]
+    log_p = (model(**oracle_inputs(path, row)).logits[0].float() / temperature).log_softmax(-1)[:-1]
     ids = torch.from_numpy(row["token_ids"].astype(np.int64))
     mask = torch.from_numpy(row["response_mask"] != 0)
     return torch.cat([torch.zeros(1), log_p.gather(1, ids[1:, None])[:, 0]]) * mask

@@ -166,7 +166,7 @@ class ShownRows(Rows):
         meta = TrajectoryMeta()
         meta.sampling.temperature = 1
         ids = np.array([1, SHOWS] * len(FILES), np.int32)
-        row = {
+        row: dict[str, Array] = {
             "token_ids": ids,
             "response_mask": np.ones(len(ids), np.uint8),
             IMAGES: np.frombuffer(Images(files=FILES).SerializeToString(), np.uint8),

@@ -8,11 +8,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageTextToText
 
-from rolecall.settings import LoraSection
+from rolecall.settings import LoraSection, ParallelSection
 from rolecall.training.engine import TokenOutputs, ValueOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
+from rolecall.training.model.attention import plan_attention
+from rolecall.training.model.packed_model import build_model
 from rolecall.training.objective.objectives import SftObjective, ValueObjective
 from rolecall.training.packing.pack import Row, local_counts, unpack
 from tests import forks
@@ -70,6 +74,45 @@ def test_packed_logprobs_and_gradients_agree_with_transformers_one_sequence_at_a
     assert engine.flops_done > engine.flops.forward.total(microbatch.lengths, microbatch.num_scored)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bfloat16_logprobs_are_as_near_to_float32_as_those_of_transformers(
+    paths: dict[str, Path], family: str
+) -> None:
+    rows, path = make_rows(), paths[family]
+    (outputs,) = make_engine(path, dtype="bfloat16").forward([packed(path, rows)])
+    assert isinstance(outputs, TokenOutputs)
+    with torch.no_grad():
+        exact, rounded = (
+            torch.cat([oracle_logprobs(oracle_model(path, dtype), path, row) for row in rows])
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+    ours, theirs = ((logprobs_N - exact).abs() for logprobs_N in (outputs.logprobs_N, rounded))
+    assert ours.mean() < 1.5 * theirs.mean()
+    assert ours.max() < 2 * theirs.max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_the_same_however_microbatches_are_cut_and_activations_are_kept(
+    paths: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolecall.training.model.activation_offload.LEAST_BYTES", 1)  # so that these small ones move
+    rows, path = make_rows(), paths[family]
+
+    def gradients(plan: list[list[int]], **options: Any) -> dict[str, torch.Tensor | None]:
+        engine = make_engine(path, optimizer=SECTION, **options)
+        microbatches = [packed(path, [rows[index] for index in indices], ("loss_mask",)) for indices in plan]
+        engine.forward_backward(microbatches, SftObjective(local_counts(rows)))
+        return {name: parameter.grad for name, parameter in engine._model.hf.named_parameters()}
+
+    expected = gradients([list(range(7))])
+    found = gradients([[0, 1], [4], [], [2, 3], [5, 6]], gradient_checkpointing=True, activation_offload=True)
+    for name, gradient in found.items():
+        wanted = expected[name]
+        assert gradient is not None
+        assert wanted is not None
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()) + 1e-8)
+
+
 def test_two_images_of_one_size_under_the_same_tokens_are_computed_apart(paths: dict[str, Path]) -> None:
     rows = [make_row([WIDE], [80, 81]), make_row([OTHER_WIDE], [80, 81])]
     apart = packed(paths["qwen3_vl"], rows)
@@ -101,7 +144,16 @@ def test_a_placeholder_that_was_sampled_is_a_token_like_any_other(paths: dict[st
 @pytest.mark.parametrize(
     ("family", "options", "rtol", "atol"),
     [
-        ("qwen2_5_vl", {}, 1e-5, 2e-5),
+        (
+            "qwen2_5_vl",
+            {
+                "gradient_checkpointing": True,
+                "activation_offload": True,
+                "parallel": ParallelSection(keep_gathered=True),
+            },
+            1e-5,
+            2e-5,
+        ),
         ("qwen3_vl", {"gradient_checkpointing": True}, 1e-5, 2e-5),
         ("qwen3_vl", {"freeze_vision_tower": True, "activation_offload": True}, 1e-5, 2e-5),
         ("qwen3_vl", {"freeze_vision_tower": True, "dtype": "bfloat16"}, 1e-2, 2e-2),
@@ -152,6 +204,64 @@ def test_a_frozen_tower_in_half_precision_keeps_its_frequencies_in_float32(paths
     for name, buffer in tower.module.named_buffers():
         assert buffer.dtype == expected[name].dtype
         assert torch.equal(buffer, expected[name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_is_not_called_in_a_run_of_text(paths: dict[str, Path], family: str) -> None:
+    path, rows = paths[family], [make_row([], [61, 62, 63]), make_row([], [SHOWS, 64])]
+    engine = make_engine(path, optimizer=SECTION, freeze_vision_tower=True, shows_images=False)
+    usual = make_engine(path, optimizer=SECTION, freeze_vision_tower=True)
+    calls = []
+    for each in (engine, usual):
+        tower = each._model.vision
+        assert tower is not None
+        tower.module.register_forward_pre_hook(lambda *_, called=each: calls.append(called))
+        each.forward_backward([packed(path, rows, ("loss_mask",))], SftObjective(local_counts(rows)))
+    assert set(calls) == {usual}
+    outcomes = [each.step() for each in (engine, usual)]
+    assert outcomes[0].grad_norm == outcomes[1].grad_norm
+    assert_same_weights(weights_of(engine), weights_of(usual), atol=0)
+
+
+class Masks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts indices that are masks, for whose number of elements a device would be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):
+            self.num += any(index is not None and index.dtype == torch.bool for index in args[1])
+        self.num += func.overloadpacket in (torch.ops.aten.nonzero, torch.ops.aten.masked_select)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_layer_waits_for_a_device_to_count_the_tokens_that_show_images(paths: dict[str, Path]) -> None:
+    path = paths["qwen3_vl"]
+    tower = build_model(path, "policy", torch.float32).to_empty(device="cpu").vision
+    assert tower is not None
+    microbatch = packed(path, make_rows())
+    plan = plan_attention(microbatch.lengths, microbatch.cu_seqlens, torch.float32)
+    with torch.no_grad():
+        inputs = tower.inputs(microbatch.token_ids_N, microbatch.position_ids_N, microbatch.shown)
+        with Masks() as masks:
+            tower.backbone(**inputs, use_cache=False, packed=plan)
+    assert masks.num == 0
+
+
+def test_attention_over_patches_refuses_bounds_that_it_was_not_given(paths: dict[str, Path]) -> None:
+    tower = make_engine(paths["qwen2_5_vl"])._model.vision
+    assert tower is not None
+    microbatch = packed(paths["qwen2_5_vl"], [make_row([WIDE], [80])])
+    tower.module.register_forward_pre_hook(copy_bounds, with_kwargs=True)
+    with torch.no_grad(), pytest.raises(ValueError, match="not enough values to unpack"):
+        tower.inputs(microbatch.token_ids_N, microbatch.position_ids_N, microbatch.shown)
+
+
+def copy_bounds(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Has a tower hand on others, though equal ones."""
+    return args, {**given, "cu_window_seqlens": given["cu_window_seqlens"].clone()}
 
 
 def train(engine: FsdpEngine, path: Path, *, num_steps: int) -> list[float]:

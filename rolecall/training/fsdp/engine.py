@@ -458,6 +458,8 @@ def _build(options: EngineOptions) -> PackedModel:
     if model.vision is not None and options.freeze_vision_tower:
         for parameter in model.vision.module.parameters():  # not its buffers: rotary frequencies are float32
             parameter.requires_grad_(False).data = parameter.data.to(DTYPES[options.dtype])
+    if model.vision is not None:
+        model.vision.is_called = options.shows_images
     if isinstance(model, PolicyModel):
         model.float32_logits = options.float32_logits
     return model

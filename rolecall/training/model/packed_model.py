@@ -81,7 +81,7 @@ class PackedModel(nn.Module):
             )
         else:
             inputs = (
-                self.vision.traced_inputs(token_ids_N, position_ids_N)
+                self.vision.inputs_of_text(token_ids_N, position_ids_N)
                 if isinstance(packed, TracedAttention)
                 else self.vision.inputs(token_ids_N, position_ids_N, shown)
             )

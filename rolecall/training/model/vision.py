@@ -4,8 +4,8 @@ tokens that show them.
 The language model beneath it is packed as any other. The tower is packed, too: the patches of all images lie one after
 another, each image attends to itself, and each distinct image goes through it once, however many sequences show it. A
 microbatch without images sends a smallest one through, of which no token takes anything: ranks that share parameters
-gather them together, and gradients of such a microbatch are zeros. Known are the families of
-`FAMILIES` (rolecall/data/images/tokens.py).
+gather them together, and gradients of such a microbatch are zeros. Where no prompt of a run shows images the tower is
+not called. Known are the families of `FAMILIES` (rolecall/data/images/tokens.py).
 
 Not how files become patches, nor where images stand (packing/images.py).
 
@@ -52,15 +52,6 @@ class ShownImages:
     """int64, on the engine's device: which in [V] each of them shows."""
 
 
-@dataclass(frozen=True)
-class _PatchPlans:
-    """The plans by which the tower's layers attend over patches."""
-
-    images: PackedPlan
-    windows: PackedPlan | None
-    """The plan of layers that attend within windows; None: there are none."""
-
-
 class VisionTower:
     """The tower of one model, and the way of its features into the language model. It holds no parameters of its own:
     they are the model's.
@@ -74,7 +65,11 @@ class VisionTower:
         self._patch_size: int = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.merge: int = config.spatial_merge_size
         """Rows, and columns, of patches that make one feature."""
+        self.is_called = True
+        """Whether a microbatch may show images, here or on another rank."""
         self.module.config._attn_implementation = NAME
+        if not self._is_windowed:
+            self.backbone._deepstack_process = _added  # type: ignore[assignment]  # a method, of this one module
 
     @property
     def module(self) -> PreTrainedModel:
@@ -95,6 +90,8 @@ class VisionTower:
         """Returns what `backbone` is called with: embeddings with the features in their places, and positions, [N] or
         [3, N]. `shown` absent: no token shows an image.
         """
+        if not self.is_called:
+            return self.inputs_of_text(token_ids_N, position_ids_N)
         embeds_NH = self._hf.get_input_embeddings()(token_ids_N)
         if shown is None:
             shown = self._nothing(token_ids_N.device)
@@ -103,13 +100,12 @@ class VisionTower:
         embeds_NH = embeds_NH.index_copy(0, token_M, _picked(features_VH, shown.feature_M).to(embeds_NH.dtype))
         inputs = {"inputs_embeds": embeds_NH[None], "position_ids": _three(position_ids_N)}
         if deeper:
-            shows_N = torch.zeros_like(token_ids_N, dtype=torch.bool).index_fill(0, token_M, True)
-            inputs["visual_pos_masks"] = shows_N[None]
+            inputs["visual_pos_masks"] = token_M  # `_added` takes these
             inputs["deepstack_visual_embeds"] = [_picked(each_VH, shown.feature_M) for each_VH in deeper]
         return inputs
 
-    def traced_inputs(self, token_ids_N: torch.Tensor, position_ids_N: torch.Tensor) -> dict[str, Any]:
-        """Returns what `backbone` is called with where nothing is computed: the tower is looked at by itself."""
+    def inputs_of_text(self, token_ids_N: torch.Tensor, position_ids_N: torch.Tensor) -> dict[str, Any]:
+        """Returns what `backbone` is called with where the tower is left out."""
         return {
             "inputs_embeds": self._hf.get_input_embeddings()(token_ids_N)[None],
             "position_ids": _three(position_ids_N),
@@ -141,9 +137,9 @@ class VisionTower:
         given = self._given(shown.grids_I3, device)
         plan = partial(plan_attention, dtype=dtype, head_size=self._head_size, causal=False)
         images, windows = self.patches(shown.grids_I3)
-        plans = _PatchPlans(
-            plan(images, given["cu_seqlens"]), plan(windows, given["cu_window_seqlens"]) if windows else None
-        )
+        plans = [plan(images, given["cu_seqlens"])]
+        if windows:
+            plans.append(plan(windows, given["cu_window_seqlens"]))
         patches_PC = torch.cat(list(shown.patches_PC)).to(device, dtype, non_blocking=True)
         return self._made(self.module(patches_PC, grid_thw=shown.grids_I3, patches=plans, **given))
 
@@ -194,7 +190,7 @@ def patch_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    patches: _PatchPlans | TracedAttention,
+    patches: Sequence[PackedPlan] | TracedAttention,
     cu_seq_lens_q: torch.Tensor,
     scaling: float | None = None,
     **_: Any,
@@ -204,11 +200,17 @@ def patch_attention(
     """
     if isinstance(patches, TracedAttention):
         return patches.attend(query, key, value, None), None
-    plan = patches.images
-    if patches.windows is not None and cu_seq_lens_q is patches.windows.cu_seqlens:
-        plan = patches.windows
+    # the very bounds that the tower was given: others would attend across images, or windows, in silence
+    (plan,) = [plan for plan in patches if plan.cu_seqlens is cu_seq_lens_q]
     query_PHD, key_PHD, value_PHD = (x[0].transpose(0, 1) for x in (query, key, value))
     return attend_packed(query_PHD, key_PHD, value_PHD, plan, scaling)[None], None
+
+
+def _added(hidden_1NH: torch.Tensor, token_M: torch.Tensor, features_MH: torch.Tensor) -> torch.Tensor:
+    """The hidden states of a layer with the features of tokens that show them. In place of transformers' own, which is
+    given a mask, and waits for the device to count it.
+    """
+    return hidden_1NH.index_add(1, token_M, features_MH.to(hidden_1NH.dtype)[None])
 
 
 def _three(position_ids_N: torch.Tensor) -> torch.Tensor:

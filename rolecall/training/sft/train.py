@@ -100,7 +100,8 @@ class SftRank:
             activation_offload=actor.activation_offload,
             torch_compile=actor.torch_compile,
             routers=actor.moe is not None,
-            freeze_vision_tower=True,  # examples are text
+            freeze_vision_tower=True,
+            shows_images=False,  # examples are text
             seed=run.seed,
         )
         _begin("loading the model")

@@ -57,7 +57,7 @@ def start_store_context(
     hooks: ProcessHooks = UNWATCHED,
 ) -> StoreRankContext:
     """Starts a rank of a run's role, its model loaded. ConfigError when the ranks or devices are not as configured."""
-    actor = settings.actor
+    actor, shows_images = settings.actor, settings.data.images_field is not None
     options = EngineOptions(
         path=path,
         chat_template=read_template(settings.model.chat_template) if optimizer is not None else None,
@@ -75,12 +75,12 @@ def start_store_context(
         routers=moe is not None,
         router_replay=router_replay,
         freeze_vision_tower=settings.freezes_vision_tower,
+        shows_images=shows_images,
         deterministic=settings.run.deterministic,
         seed=settings.run.seed,
     )
     context = start_context(options, section, actor, settings.run.dir, settings.controller.start_timeout_s, hooks)
     rows = Rows(connection, settings.run.name, settings.store.num_shards)
-    shows_images = settings.data.images_field is not None
     images = ImageReader(path, DTYPES[options.dtype], hooks.progressed) if shows_images else None
     return StoreRankContext(**vars(context), rows=rows, images=images)
 
