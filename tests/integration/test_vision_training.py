@@ -1,5 +1,7 @@
 """Models of text and images in the FSDP engine, against plain transformers that computes one sequence at a time."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any, get_args
 
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageTextToText
@@ -277,6 +279,48 @@ def train(engine: FsdpEngine, path: Path, *, num_steps: int) -> list[float]:
 def test_weights_are_published_under_the_directorys_own_names_and_tied_ones_once(tmp_path: Path, family: str) -> None:
     path = write_vision(tmp_path, family, tied=True)  # type: ignore[arg-type]
     assert_same_weights(weights_of(make_engine(path, optimizer=SECTION)), load_file(path / "model.safetensors"), atol=0)
+
+
+def write_as_on_the_hub(path: Path, folder: Path) -> Path:
+    """A copy in `folder` of the Qwen2.5-VL in `path`, under the names and with the flat config of published ones."""
+    shutil.copytree(path, folder)
+    weights = load_file(path / "model.safetensors")
+    named = {
+        name.replace("model.visual.", "visual.").replace("language_model.", ""): each for name, each in weights.items()
+    }
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    text, vision = config.pop("text_config"), config["vision_config"]
+    rope = text.pop("rope_parameters")
+    vision["in_chans"] = vision.pop("in_channels")
+    flat = {
+        **text,
+        **config,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    (folder / "config.json").write_text(json.dumps(flat))
+    return folder
+
+
+def test_a_directory_as_on_the_hub_is_trained_and_exported_under_its_own_names(
+    paths: dict[str, Path], tmp_path: Path
+) -> None:
+    path, rows = paths["qwen2_5_vl"], make_rows()
+    hub = write_as_on_the_hub(path, tmp_path / "hub")
+    engine, usual = make_engine(hub, optimizer=SECTION), make_engine(path, optimizer=SECTION)
+    assert train(engine, hub, num_steps=1) == train(usual, path, num_steps=1)
+    names = load_file(hub / "model.safetensors").keys()
+    assert "visual.patch_embed.proj.weight" in names
+    assert weights_of(engine).keys() == names
+    save(engine, tmp_path / "checkpoint")
+    whole = exported(tmp_path / "checkpoint")
+    assert load_file(whole / "model.safetensors").keys() == names
+    (outputs,) = engine.forward([packed(hub, [rows[3]])])
+    assert isinstance(outputs, TokenOutputs)
+    with torch.no_grad():
+        expected = oracle_logprobs(oracle_model(whole), whole, rows[3])
+    np.testing.assert_allclose(outputs.logprobs_N, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
