@@ -260,6 +260,16 @@ def test_large_columns_of_no_token_and_a_large_meta_travel_in_small_calls(store:
     assert_holds(store, ref, {**names, **reward(1)})
 
 
+def test_a_large_row_that_goes_while_it_is_read_is_missing(store: StoreUnderTest) -> None:
+    (ref,) = stage(store, num_tokens=5000)
+    store.rows.put([ref], [wide(1)])
+    reading = store.rows.read_by_calls([ref], [TOPK_IDS])
+    assert next(reading) == [], "what stands for its parts is read, and they are not"
+    store.rows.delete([ref])
+    with pytest.raises(RowMissingError):
+        list(reading)
+
+
 def test_a_row_that_another_version_wrote_as_a_whole_is_read(store: StoreUnderTest) -> None:
     ref = stage(store, num_tokens=5000)[0]
     key = f"{{rl:{store.run}:{ref.shard}}}:row:{ref.id}:{ref.token}"
