@@ -4,15 +4,20 @@ no other; what stands in the contract is what the kit quotes.
 
 import asyncio
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rolecall.conformance.report import Report
 from tests.contract.kits import ENDS, KITS, ROOT, Kit, broken, examined, skipped
 from tests.contract.reward_liars import Honest
 
 WAITED_FOR = ("older.closed", "session.lease", "step.kept", "session.reaped", "run.lease", *ENDS)
 """Rules whose breaking shows after seconds."""
+TRIES = 3
+"""Times that a service is looked at: where this machine stalls for longer than a lease, the kit sees no rule of it."""
 
 
 def comments(file: str) -> str:
@@ -21,9 +26,19 @@ def comments(file: str) -> str:
     return " ".join(" ".join(line.strip().removeprefix("- ") for line in lines).split())
 
 
+async def report_of(kit: Kit, make: Callable[[], Any], rule: str, folder: Path, seen: set[str]) -> Report:
+    """The kit's first report that left none of the rules `seen` out, or its last one."""
+    for _ in range(TRIES):
+        report: Report = await kit.examined(make(), rule, folder)
+        if not seen & skipped(report):
+            break
+    return report
+
+
 async def find_nothing(kit: Kit, folder: Path) -> None:
     """Fails where the kit blames an honest service, or leaves more out than it must."""
-    report = await kit.examined(kit.honest(), "", folder)
+    seen = {check.rule.name for check in kit.checks} - kit.not_seen
+    report = await report_of(kit, kit.honest, "", folder, seen)
     assert broken(report) == [], report.text()
     assert skipped(report) == kit.not_seen
 
@@ -31,7 +46,7 @@ async def find_nothing(kit: Kit, folder: Path) -> None:
 async def find(of: str, name: str, folder: Path) -> None:
     """Fails where a kit does not blame a liar by its rule, or blames it by another."""
     rule, make = KITS[of].liars[name]
-    report = await KITS[of].examined(make(), rule, folder)
+    report = await report_of(KITS[of], make, rule, folder, {rule})
     assert broken(report) == [rule], report.text()
     assert any(contract in report.text() for contract in KITS[of].contracts)
 
