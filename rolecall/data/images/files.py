@@ -74,11 +74,13 @@ class ImageFile:
         return data
 
 
-def read_images(value: object, folder: Path, where: str) -> tuple[ImageFile, ...]:
-    """The images in a field of a row: a list, or one alone, of paths from `folder` and {bytes, path}. ConfigError says
-    what is wrong at `where`.
+def read_images(value: object, folder: Path | None, where: str) -> tuple[ImageFile, ...]:
+    """The images in a field of a row: a list, or one alone, of paths from `folder` and {bytes, path}. Without `folder`
+    they are only counted, and empty. ConfigError says what is wrong at `where`.
     """
     given = [] if value is None else value if isinstance(value, list) else [value]
+    if folder is None:
+        return (ImageFile(0),) * len(given)
     images = tuple(_image(each, folder, f"{where}, image {number}") for number, each in enumerate(given, 1))
     num_bytes = sum(image.num_bytes for image in images)
     if num_bytes > MAX_BYTES:
