@@ -29,6 +29,7 @@ from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.images.tokens import (
     VisualTokens,
     collapsed,
+    read_processor_digest,
     read_visual_tokens,
     require_visual_tokens,
     run_lengths,
@@ -130,6 +131,26 @@ def test_the_tokens_of_a_model_are_read_from_the_files_that_its_processor_is_rea
     assert read_visual_tokens(tmp_path) == VisualTokens(PAD, 4, 2, 128, 256)
 
 
+def test_a_processor_is_told_from_another_by_what_it_makes_of_an_image(tmp_path: Path) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    def digest(**processor: Any) -> str:
+        return read_processor_digest(write_seeing(tmp_path, **processor))
+
+    whole: Any = Qwen2VLImageProcessorPil.from_pretrained(write_seeing(tmp_path)).to_dict()
+    assert digest(image_mean=None) == digest(**whole), "what a file leaves out stands as the library has it"
+    others: list[dict[str, Any]] = [
+        {"image_mean": [0.5, 0.5, 0.5]},
+        {"image_std": [0.5, 0.5, 0.5]},
+        {"resample": 2},
+        {"rescale_factor": 1 / 127.5},
+        {"do_rescale": False},
+        {"do_normalize": False},
+        {"max_pixels": 1024},
+    ]
+    assert len({digest(), *(digest(**other) for other in others)}) == 1 + len(others)
+
+
 @pytest.mark.parametrize(
     "own",
     [
@@ -221,10 +242,9 @@ def with_exif(image: Image.Image, *tags: tuple[int, int, bytes]) -> bytes:
 @pytest.mark.parametrize("orientation", range(10))
 def test_an_image_is_turned_as_pillow_turns_it(orientation: int) -> None:
     file = with_exif(Image.open(io.BytesIO(picture(24, 16))), (ORIENTATION, 3, struct.pack("<HH", orientation, 0)))
-    pillows = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
     opened = open_image(file)
-    assert np.array_equal(opened, pillows)
-    assert np.array_equal(ImageOps.exif_transpose(opened), opened), "whoever looks again finds nothing to turn"
+    for again in (ImageOps.exif_transpose(Image.open(io.BytesIO(file))), ImageOps.exif_transpose(opened)):
+        assert (again.size, again.tobytes()) == (opened.size, opened.tobytes())
 
 
 def test_an_image_beside_whose_pixels_something_cannot_be_read_is_shown() -> None:

@@ -156,7 +156,7 @@ def _upright(image: "Image") -> "Image":
     from PIL.ExifTags import Base
     from PIL.Image import Transpose
 
-    turns = {
+    turns: dict[object, Transpose] = {
         2: Transpose.FLIP_LEFT_RIGHT,
         3: Transpose.ROTATE_180,
         4: Transpose.FLIP_TOP_BOTTOM,
