@@ -6,7 +6,8 @@ becomes of these is the image processor's of the model directory.
 
 import io
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,6 +118,29 @@ def open_image(data: bytes) -> "Image":
     """
     from PIL import Image, ImageOps  # for those alone who open one
 
+    with _opened(data) as opened:
+        ImageOps.exif_transpose(opened, in_place=True)
+        image: Image.Image = opened
+        if image.has_transparency_data:
+            shown = image.convert("RGBA")
+            image = Image.new("RGBA", shown.size, "white")
+            image.alpha_composite(shown)
+        return image.convert("RGB")
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """The sides of the image in a file, which `open_image` may turn, by the file's head alone. No pixel is computed,
+    and what is broken behind the head is not found. InvalidInputError as `open_image`.
+    """
+    with _opened(data) as opened:
+        return opened.size
+
+
+@contextmanager
+def _opened(data: bytes) -> "Iterator[Image]":
+    """An image of which Pillow has read the head. InvalidInputError for what `open_image` refuses, also within."""
+    from PIL import Image  # for those alone who open one
+
     try:
         with Image.open(io.BytesIO(data)) as opened:
             width, height = opened.size
@@ -128,13 +152,7 @@ def open_image(data: bytes) -> "Image":
                 raise InvalidInputError(
                     f"an image has pixels of mode {opened.mode}, of 16 or 32 bits in one channel; convert it to 8 bits"
                 )
-            ImageOps.exif_transpose(opened, in_place=True)
-            image: Image.Image = opened
-            if image.has_transparency_data:
-                shown = image.convert("RGBA")
-                image = Image.new("RGBA", shown.size, "white")
-                image.alpha_composite(shown)
-            return image.convert("RGB")
+            yield opened
     except InvalidInputError:
         raise
     except Exception as error:  # the entry point of a reader that answers odd files with errors of every kind
