@@ -468,8 +468,10 @@ def test_an_image_that_cannot_be_read_now_is_waited_for(
     assert prompts.cursor.num_unshown == 0
 
 
-def test_a_held_out_set_keeps_no_files(tmp_path: Path, make_settings: Callable[..., RunSettings]) -> None:
-    (tmp_path / "a.png").write_bytes(picture(36, 20))
+def test_a_held_out_set_keeps_no_files_and_opens_none(
+    tmp_path: Path, make_settings: Callable[..., RunSettings]
+) -> None:
+    (tmp_path / "a.png").write_bytes(picture(36, 20)[:200])  # whole as far as its head: all that is looked at
     write(
         tmp_path / "held.jsonl",
         {"prompt": "say", "ground_truth": "1"},
