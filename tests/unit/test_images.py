@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from rolecall.commands.check import check
 from rolecall.data.dataset import PARQUET_ROWS, RawPrompt, load_prompts, read_rows
 from rolecall.data.engine_limits import check_engine
-from rolecall.data.images.files import MAX_BYTES, open_image
+from rolecall.data.images.files import MAX_BYTES, image_size, open_image
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.images.tokens import (
     VisualTokens,
@@ -308,6 +308,28 @@ def test_an_image_of_too_many_pixels_is_refused_before_they_are_there() -> None:
         open_image(head)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_the_head_of_a_file_tells_as_many_tokens_as_its_pixels(kind: str, tmp_path: Path) -> None:
+    encode = encoder(tmp_path / "model").encode
+    for number, (width, height) in enumerate([(36, 20), (20, 37), (700, 90), (1, 3), (90, 700)]):
+        turned = Image.new("RGB", (width, height))
+        exif = turned.getexif()
+        exif[0x0112] = 6  # to be turned by 90 degrees
+        turned.save(tmp_path / f"{number}.x", kind, exif=exif)
+        path = write(tmp_path / "p.jsonl", {"prompt": "<image>", "images": [f"{number}.x"]})
+        (raw,) = load(path)
+        assert encode(raw, by_heads=True) == encode(raw)
+
+
+def test_a_file_that_is_broken_behind_its_head_is_measured_and_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture(40, 40)[:200])
+    path = write(tmp_path / "p.jsonl", {"prompt": "<image>", "images": ["a.png"]})
+    ids, _ = encoder(tmp_path / "model").encode(load(path)[0], by_heads=True)
+    assert ids.count(PAD) > 1
+    with pytest.raises(InvalidInputError, match="an image cannot be read"):
+        image_size(b"no image")
+
+
 # --- rows -------------------------------------------------------------------------------------------
 
 
@@ -519,8 +541,10 @@ def test_an_image_that_cannot_be_read_now_is_waited_for(
     assert prompts.cursor.num_unshown == 0
 
 
-def test_a_held_out_set_keeps_no_files(tmp_path: Path, make_settings: Callable[..., RunSettings]) -> None:
-    (tmp_path / "a.png").write_bytes(picture(36, 20))
+def test_a_held_out_set_keeps_no_files_and_opens_none(
+    tmp_path: Path, make_settings: Callable[..., RunSettings]
+) -> None:
+    (tmp_path / "a.png").write_bytes(picture(36, 20)[:200])  # whole as far as its head: all that is looked at
     write(
         tmp_path / "held.jsonl",
         {"prompt": "say", "ground_truth": "1"},

@@ -6,7 +6,8 @@ becomes of these is the image processor's of the model directory.
 
 import io
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -119,18 +120,8 @@ def open_image(data: bytes) -> "Image":
     """
     from PIL import Image  # for those alone who open one
 
-    try:
-        # no `with`, which would keep what is replaced below
-        image: Image.Image = Image.open(io.BytesIO(data))
-        width, height = image.size
-        if width * height > MAX_PIXELS:
-            raise InvalidInputError(
-                f"an image of {width} x {height} pixels has more than {MAX_PIXELS}; make it smaller"
-            )
-        if image.mode.startswith(("I", "F")):  # what is above 255 would become white, or floats up to 1 black
-            raise InvalidInputError(
-                f"an image has pixels of mode {image.mode}, of 16 or 32 bits in one channel; convert it to 8 bits"
-            )
+    with _in_words():
+        image = _by_head(data)
         image.load()
         image = _upright(image)
         if image.has_transparency_data:
@@ -140,6 +131,38 @@ def open_image(data: bytes) -> "Image":
             shown.paste(image, mask=image)
         else:
             shown = image.convert("RGB")
+    shown.info.clear()  # its orientation, for one, which it no longer has
+    return shown
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """The sides of the image in a file, which `open_image` may turn, by the file's head alone. No pixel is computed,
+    and what is broken behind the head is not found. InvalidInputError as `open_image`.
+    """
+    with _in_words():
+        return _by_head(data).size
+
+
+def _by_head(data: bytes) -> "Image":
+    """An image of which Pillow has read the head alone. No context manager: that would keep what is replaced later."""
+    from PIL import Image  # for those alone who open one
+
+    image: Image.Image = Image.open(io.BytesIO(data))
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise InvalidInputError(f"an image of {width} x {height} pixels has more than {MAX_PIXELS}; make it smaller")
+    if image.mode.startswith(("I", "F")):  # what is above 255 would become white, or floats up to 1 black
+        raise InvalidInputError(
+            f"an image has pixels of mode {image.mode}, of 16 or 32 bits in one channel; convert it to 8 bits"
+        )
+    return image
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """InvalidInputError for whatever Pillow raises within."""
+    try:
+        yield
     except InvalidInputError:
         raise
     except Exception as error:  # the entry point of a reader that answers odd files with errors of every kind
@@ -147,8 +170,6 @@ def open_image(data: bytes) -> "Image":
             f"an image cannot be read ({type(error).__name__}: {error}); give a PNG, JPEG or another file that Pillow "
             "reads, whole"
         ) from error
-    shown.info.clear()  # its orientation, for one, which it no longer has
-    return shown
 
 
 def _upright(image: "Image") -> "Image":
