@@ -23,10 +23,16 @@ from rolecall.data.images.files import parts
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.images.tokens import run_lengths
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.environment.answers import CONTINUES, plain, roles_of
+from rolecall.environment.answers import CONTINUES, roles_of
 from rolecall.environment.checks import row_problem
 from rolecall.environment.client import EnvironmentClient, EpisodeSession, open_environment
-from rolecall.errors import ConfigError, EnvironmentAwayError, EpisodeLostError, PromptTooLongError
+from rolecall.errors import (
+    ConfigError,
+    EnvironmentAwayError,
+    EpisodeLostError,
+    InvalidInputError,
+    PromptTooLongError,
+)
 from rolecall.settings import RunSettings
 from rolecall.store.prompts import Claim
 from rolecall.telemetry import Metrics, export
@@ -39,6 +45,7 @@ from services.rollout.single_turn import SingleTurns
 from services.rollout.trajectories import group_requests, prompt_token_ids
 from services.rollout.turns.observations import Observations
 from services.rollout.turns.prompts import PromptThread
+from services.rollout.turns.shown import ShownImage, chat_message, images_of
 from services.rollout.turns.tool_calls import Heard, SessionCalls, ToolCalls, ToolSchema, tool_schemas
 from services.rollout.turns.tree import Tree, Turn, TurnPrompt
 
@@ -58,6 +65,8 @@ class EpisodeSettings:
     max_prompt_tokens: int
     """Longest first prompt: the row's messages and what the environment says first."""
     max_turns: int
+    max_image_bytes: int
+    """Most bytes of the images that the environment shows in an episode; 0: it shows none."""
     max_row_tokens: int
     """Most tokens of an episode's segments together."""
     max_malformed: int
@@ -160,8 +169,9 @@ class Episodes:
         if self._environment.spec.runs_episodes:
             if self._prompts.visual_tokens is not None:
                 raise ConfigError(
-                    f"data.images_field: environment {self._environment.spec.name!r} runs its episodes itself, and "
-                    "what its agent asks the policy is text; remove it, or use an environment that the rollout steps"
+                    f"data.images_field, environment.max_image_bytes: environment {self._environment.spec.name!r} runs "
+                    "its episodes itself, and what its agent asks the policy is text; leave both out, or use an "
+                    "environment that the rollout steps"
                 )
             await self._runs.endpoint.start()
         places, needed = self._environment.max_sessions, self._settings.responses_per_group
@@ -304,10 +314,17 @@ class Episodes:
         own = _spoken(place.prompt.messages)
         if place.request.images:
             own = tuple({**message, "content": parts(message["content"])} for message in own)
-        messages = (*own, *_spoken(plain(opening.messages)))
+        images = await self._prompts.run(partial(self._images, place, opening.messages))
+        if _num_bytes(images[len(place.request.images) :]) > self._settings.max_image_bytes:
+            raise InvalidInputError(
+                f"the first messages of episode {place.name} show images of more than environment.max_image_bytes "
+                f"{self._settings.max_image_bytes}; raise it, or have the environment show less"
+            )
+        messages = (*own, *map(chat_message, opening.messages))
         tools = tool_schemas(opening.tools)
         calls = self._tool_calls.of_session(tools) if self._tool_calls is not None and tools else None
-        opened = partial(self._prompts.continuation.opening, messages, tools, len(own), self._image_tokens(place))
+        image_tokens = [image.num_tokens for image in images]
+        opened = partial(self._prompts.continuation.opening, messages, tools, len(own), image_tokens)
         try:
             ids = await self._prompts.run(opened)
         except PromptTooLongError as error:
@@ -319,18 +336,24 @@ class Episodes:
             )
         self._replica.require_room(ids, f"episode {place.name}")
         longest = min(len(ids) + place.request.sampling.max_tokens, self._replica.info.max_model_tokens)
-        return _First(TurnPrompt(None, messages, ids, longest, "first"), tools, calls)
+        return _First(TurnPrompt(None, messages, ids, longest, "first", images), tools, calls)
 
-    def _image_tokens(self, place: _Place) -> list[int]:
-        """The tokens of each image that the first prompt shows: as many as it has in the row's own."""
-        tokens = self._prompts.visual_tokens
-        return [] if tokens is None else run_lengths(prompt_token_ids(place.prompt), tokens.token_id)
+    def _images(self, place: _Place, opening: Sequence[environment_pb2.Observation]) -> tuple[ShownImage, ...]:
+        """The images that the first prompt shows: the row's, and those of the environment behind them."""
+        tokens, files = self._prompts.visual_tokens, place.request.images
+        lengths = [] if tokens is None else run_lengths(prompt_token_ids(place.prompt), tokens.token_id)
+        # a prompt that was in flight at a checkpoint may have the tokens of the environment's images, too
+        own = map(ShownImage, files, lengths[: len(files)])
+        return (*own, *self._shown(opening))
+
+    def _shown(self, messages: Sequence[environment_pb2.Observation]) -> tuple[ShownImage, ...]:
+        """The images that the environment's messages show."""
+        return images_of(messages, self._prompts.visual_tokens if self._settings.max_image_bytes else None)
 
     async def _play(self, place: _Place, begun: _Begun, first: _First) -> tuple[SampleRequest, Response]:
         """Turns until the episode is over or a budget is spent."""
         own = len(place.prompt.messages)
-        images = self._image_tokens(place)
-        tree = Tree(place.request, self._prompts.continuation, self._settings.max_row_tokens, own, images)
+        tree = Tree(place.request, self._prompts.continuation, self._settings.max_row_tokens, own)
         prompt, shown, num_malformed = first.prompt, first.prompt.messages, 0
 
         def ended(ended_by: str, reward: trajectory_pb2.EpisodeReward | None) -> tuple[SampleRequest, Response]:
@@ -344,9 +367,10 @@ class Episodes:
 
         while True:
             turn, calls = await self._turn(tree, prompt, first)
+            images: tuple[ShownImage, ...] = ()
             if calls.problem:
                 num_malformed += 1
-                said = [trajectory_pb2.Message(role=self._tool_role, content=calls.problem)]
+                heard: Sequence[ChatMessage] = [{"role": self._tool_role, "content": calls.problem}]
             else:
                 num_malformed = 0
                 answer = await begun.session.step(turn.text, is_cut=turn.is_cut, tool_calls=calls.calls)
@@ -355,18 +379,22 @@ class Episodes:
                     return ended(over, answer.reward if answer.HasField("reward") else None)
                 if answer.HasField("reward"):
                     turn.reward = answer.reward.value
-                shorten = partial(self._observations.shortened, plain(answer.messages))
-                said, num_left_out = await self._prompts.run(shorten)
+                shorten = partial(self._observations.shortened, [*map(chat_message, answer.messages)])
+                heard, num_left_out = await self._prompts.run(shorten)
                 tree.num_cut_observation_tokens += num_left_out
-            told, heard = {"role": "assistant", "content": turn.text}, _spoken(said)
+                images = await self._prompts.run(partial(self._shown, answer.messages))
+            told = {"role": "assistant", "content": turn.text}
             shown = (*shown, turn.told, *heard)
-            going_on = partial(tree.after, turn, (*prompt.messages, told, *heard), first.tools, shown)
-            try:
-                prompt = await self._prompts.run(going_on)
-                has_room = prompt.room >= 1
-            except PromptTooLongError:
-                has_room = False
-            spent = self._spent(begun, turn.number, num_malformed, has_room=has_room)
+            spent = self._spent(begun, turn.number, num_malformed)
+            if not spent and not self._can_show(images, tree, [*prompt.images[len(place.request.images) :], *images]):
+                spent = "images"
+            if not spent:
+                going_on = partial(tree.after, turn, (*prompt.messages, told, *heard), first.tools, shown, images)
+                try:
+                    prompt = await self._prompts.run(going_on)
+                    spent = "" if prompt.room >= 1 else "tokens"
+                except PromptTooLongError:
+                    spent = "tokens"
             if spent:
                 return ended(spent, await begun.session.grade())
 
@@ -388,14 +416,21 @@ class Episodes:
         roles = roles_of(self._environment.spec)
         return "tool" if "tool" in roles else roles[0]
 
-    def _spent(self, begun: _Begun, num_turns: int, num_malformed: int, *, has_room: bool) -> str:
+    def _can_show(self, images: Sequence[ShownImage], tree: Tree, of_environment: Sequence[ShownImage]) -> bool:
+        """Whether the conversation may go on to show `images`, with which it has those of `of_environment`. Behind a
+        placeholder that the policy sampled nobody could tell which one stands for an image.
+        """
+        tokens = self._prompts.visual_tokens
+        if not images or tokens is None:
+            return True
+        return _num_bytes(of_environment) <= self._settings.max_image_bytes and not tree.has_sampled(tokens.token_id)
+
+    def _spent(self, begun: _Begun, num_turns: int, num_malformed: int) -> str:
         """The budget that leaves no turn after the `num_turns` there were; empty while there is none."""
         if num_malformed >= self._settings.max_malformed:
             return "malformed"
         if num_turns >= self._settings.max_turns:
             return "turns"
-        if not has_room:
-            return "tokens"
         return "time" if time.monotonic() >= begun.ends_at else ""
 
 
@@ -423,6 +458,7 @@ def sampler_of(
         responses_per_group=settings.responses_per_group,
         max_prompt_tokens=settings.data.max_prompt_tokens,
         max_turns=section.max_turns,
+        max_image_bytes=settings.max_environment_image_bytes,
         max_row_tokens=settings.max_row_tokens,
         max_malformed=section.max_malformed,
         max_attempts=section.max_attempts,
@@ -458,3 +494,7 @@ def _task(prompt: trajectory_pb2.Prompt) -> environment_pb2.Task:
 def _spoken(messages: Iterable[trajectory_pb2.Message]) -> tuple[ChatMessage, ...]:
     """Messages as chat templates are given them."""
     return tuple({"role": message.role, "content": message.content} for message in messages)
+
+
+def _num_bytes(images: Iterable[ShownImage]) -> int:
+    return sum(len(image.file) for image in images)

@@ -103,6 +103,7 @@ def sampler(
         "responses_per_group": 4,
         "max_prompt_tokens": 64,
         "max_turns": 16,
+        "max_image_bytes": 0,
         "max_row_tokens": 10**5,
         "max_malformed": 3,
         "max_attempts": 3,
@@ -136,6 +137,7 @@ async def rollout_in(
         consumer=consumer,
         sampler=chosen,
         generation_timeout_s=generation_timeout_s,
+        shows_images="visual_tokens" in settings,
     ) as rollout:
         yield rollout
 
@@ -232,7 +234,7 @@ async def test_an_agent_s_environment_is_refused_where_prompts_show_images(store
         async with rollout_in(store, folder, address, visual_tokens=tokens) as rollout:
             rollout.admit(1)
             await rollout.publish(1)
-            with pytest.raises(ConfigError, match=r"data\.images_field: environment .* runs its episodes itself"):
+            with pytest.raises(ConfigError, match=r"data\.images_field, .*: environment .* runs its episodes itself"):
                 await asyncio.wait_for(rollout.pulling, 20)
 
 

@@ -19,13 +19,12 @@ class PromptEncoder:
 
     tokenizer: ChatTokenizer
     visual_tokens: VisualTokens | None = None
-    """None: prompts are text."""
+    """None: the run shows no images."""
 
     @classmethod
     def of(cls, settings: RunSettings, tokenizer: ChatTokenizer) -> "PromptEncoder":
-        """The encoder of a run's prompts. ConfigError where they may show images and the model sees none."""
-        shows_images = settings.data.images_field is not None
-        return cls(tokenizer, require_visual_tokens(settings.model.path) if shows_images else None)
+        """The encoder of a run's prompts. ConfigError where the run may show images and the model sees none."""
+        return cls(tokenizer, require_visual_tokens(settings.model.path) if settings.shows_images else None)
 
     def encode(self, raw: RawPrompt) -> tuple[list[int], list[bytes]]:
         """The ids of the rendered prompt, each image's as often as it has tokens, and the images' files. ConfigError

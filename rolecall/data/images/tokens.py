@@ -144,8 +144,8 @@ def require_visual_tokens(path: Path) -> VisualTokens:
     tokens = read_visual_tokens(path)
     if tokens is None:
         raise ConfigError(
-            f"data.images_field: model.path {path} is no model whose prompts may show images "
-            f"({', '.join(FAMILIES)}); use one of them, or remove data.images_field"
+            f"data.images_field, environment.max_image_bytes: model.path {path} is no model that sees images "
+            f"({', '.join(FAMILIES)}); use one of them, or leave both out"
         )
     return tokens
 

@@ -1,0 +1,154 @@
+"""Episodes whose environment shows images: in its first messages, between the policy's turns, and where it may not."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from rolecall.columns import IMAGES
+from rolecall.data.images.files import parts
+from rolecall.data.images.tokens import VisualTokens
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.environment import Action, Answer, Env, Image, ImageMessage, Message, Task
+from rolecall.environment.env import Messages
+from rolecall.trajectory import SAMPLED_COLUMNS
+from rolecall.v1 import trajectory_pb2
+from services.rollout.sampling import SampleRequest
+from tests.contract.environment_peers import environment
+from tests.contract.rollout_replica import ReplicaUnderTest
+from tests.contract.test_rollout_episodes import CHANGED_LATER, TURNS, Eyes, check_row, rollout_in
+from tests.fixtures_store import StoreUnderTest
+from tests.pictures import PAD, picture
+from tests.tiny_tokenizer import VISION_TEMPLATE, VISION_TOKENS, write_tokenizer
+
+TOKENS = VisualTokens(PAD, 4, 2, 64, 4096)
+OWN = picture(16, 8)
+SHOWN = [picture(24, 16, seed) for seed in range(1, 6)]
+NUMBERS = {OWN: 2, **dict.fromkeys(SHOWN, 6)}
+
+
+class Gallery(Env):
+    """Five turns. It shows an image at the start, two after the second turn, one after the fourth."""
+
+    opening: ClassVar[Messages] = ImageMessage("user", ["look ", Image(SHOWN[0]), " well"])
+    second: ClassVar[Messages] = [
+        Message("user", "<image> is no image"), ImageMessage("user", [Image(SHOWN[1]), Image(SHOWN[2]), "<|image_pad|>"])
+    ]  # fmt: skip
+
+    def reset(self, task: Task, seed: int) -> Messages:
+        self.turns = 0
+        return type(self).opening
+
+    def step(self, action: Action) -> str | Answer:
+        self.turns += 1
+        said = {2: type(self).second, 4: ImageMessage("user", (Image(SHOWN[3]),))}.get(self.turns, "go on")
+        return Answer(reward=0.5, is_over=True) if self.turns == 5 else Answer(said)
+
+    def grade(self) -> float:
+        return 0.875
+
+
+def expanded(tokenizer: ChatTokenizer, conversation: Sequence[Any], files: Sequence[bytes], **how: Any) -> list[int]:
+    ids = tokenizer.encode(tokenizer.render(conversation, **how).removesuffix("\n"))
+    return TOKENS.expanded(ids, [NUMBERS[file] for file in files])
+
+
+async def play(
+    store: StoreUnderTest, folder: Path, env: type[Env], files: Sequence[bytes] = (OWN,), template: str = VISION_TEMPLATE,
+    **settings: Any,
+) -> tuple[list[SampleRequest], list[Any], list[trajectory_pb2.TrajectoryMeta], list[int]]:  # fmt: skip
+    """A group of four episodes whose row shows `files`: what was sampled, rows, metas, numbers of segments."""
+    write_tokenizer(folder, template, VISION_TOKENS)
+    async with (
+        environment(env, **TURNS) as (address, _),
+        rollout_in(
+            store, folder, address, engine=Eyes,
+            **{"visual_tokens": TOKENS, "max_prompt_tokens": 128, "max_image_bytes": 10**5, **settings},
+        ) as rollout,
+    ):  # fmt: skip
+        admit(store, folder, files)
+        await rollout.publish(1)
+        (group,) = await committed(rollout)
+        assert isinstance(rollout.engine, Eyes)
+        rows = store.rows.read(
+            group.rows, [*SAMPLED_COLUMNS, *([IMAGES] if settings.get("visual_tokens", True) else [])]
+        )
+        metas = store.rows.read_meta(group.rows)
+        return rollout.engine.shown, rows, metas, [1 + len(ref.segment_starts) for ref in group.rows]
+
+
+def admit(store: StoreUnderTest, folder: Path, files: Sequence[bytes]) -> None:
+    text = "".join("<image>" for _ in files) + "what?"
+    ids = expanded(ChatTokenizer(folder), [{"role": "user", "content": parts(text)}], files, generate=True)
+    said = [trajectory_pb2.Message(role="user", content=text)]
+    prompt = trajectory_pb2.Prompt(uid="u", token_ids=np.array(ids, "<i4").tobytes(), images=files, messages=said)
+    sampling = trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=1200)
+    group = trajectory_pb2.PromptGroup(gid=0, prompt=prompt, num_responses=4, sampling=sampling, run_seed=11)
+    assert store.ledger.admit(group, b"")
+
+
+async def committed(rollout: ReplicaUnderTest) -> Any:
+    return await asyncio.wait_for(rollout.committed(1), 60)
+
+
+def files_of(row: Any) -> list[bytes]:
+    return list(trajectory_pb2.Images.FromString(row[IMAGES].tobytes()).files)
+
+
+@pytest.mark.parametrize("files", [(OWN,), ()], ids=["behind the row's", "alone"])
+async def test_what_an_environment_shows_reaches_engine_row_and_nobody_s_text(
+    store: StoreUnderTest, tmp_path: Path, files: Sequence[bytes]
+) -> None:
+    """Against the slow oracle: the whole conversation rendered, tokenized and expanded once more."""
+    asked, rows, metas, num_segments = await play(store, tmp_path, Gallery, files)
+    tokenizer, shown = ChatTokenizer(tmp_path), [*files, *SHOWN[:4]]
+    assert {tuple(request.images) for request in asked} == {tuple(shown[: len(files) + num]) for num in (1, 3, 4)}
+    for request in asked:
+        assert request.prompt_token_ids.count(PAD) == sum(NUMBERS[file] for file in request.images)
+    assert num_segments == [1] * 4
+    for row, meta in zip(rows, metas, strict=True):
+        check_row(row, meta)
+        assert files_of(row) == shown
+        assert meta.episode.num_images == 4
+        assert len(meta.SerializeToString()) < 3000, "no image in it"
+        own = "".join("<image>" for _ in files) + "what?"
+        said = [message.content for message in meta.episode.messages]
+        assert (said[0], said[4:6], said[9]) == (
+            "look <image> well", ["<image> is no image", "<image><image><|image_pad|>"], "<image>"
+        )  # fmt: skip
+        image = {"type": "image"}
+        talk: list[Any] = [{"role": message.role, "content": message.content} for message in meta.episode.messages]
+        talk[0]["content"], talk[9]["content"] = parts(said[0]), [image]
+        talk[5]["content"] = [image, image, {"type": "text", "text": "xyz"}]
+        talk = [{"role": "user", "content": parts(own)}, *talk, {"role": "assistant", "content": meta.response_text}]
+        ids = expanded(tokenizer, talk, shown, generate=False)
+        spelled, plain = tokenizer.encode_plain("xyz"), tokenizer.encode_plain("<|image_pad|>")
+        place = next(i for i in range(len(ids)) if ids[i : i + 3] == spelled)
+        assert row["token_ids"].tolist() == [*ids[:place], *plain, *ids[place + 3 :]]
+
+
+async def test_a_segment_that_begins_anew_shows_all_images_so_far(store: StoreUnderTest, tmp_path: Path) -> None:
+    asked, rows, metas, num_segments = await play(store, tmp_path, Gallery, template=CHANGED_LATER)
+    assert {len(request.images) for request in asked} == {2, 4, 5}
+    for request in asked:
+        assert request.prompt_token_ids.count(PAD) == sum(NUMBERS[file] for file in request.images)
+    assert num_segments == [5] * 4
+    for row, meta in zip(rows, metas, strict=True):
+        check_row(row, meta)
+        assert files_of(row) == [OWN, *SHOWN[:4]]
+        assert row["token_ids"].tolist().count(PAD) == sum(2 + 6 * num for num in (1, 1, 3, 3, 4))
+
+
+async def test_an_episode_ends_graded_where_its_images_would_have_too_many_bytes(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
+    room = sum(map(len, SHOWN[:3]))
+    asked, rows, metas, _ = await play(store, tmp_path, Gallery, max_image_bytes=room)
+    assert {len(request.images) for request in asked} == {2, 4}
+    for row, meta in zip(rows, metas, strict=True):
+        assert (meta.episode.ended_by, len(meta.episode.turns), meta.episode.reward.value) == ("images", 4, 0.875)
+        assert meta.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
+        assert (files_of(row), meta.episode.num_images) == ([OWN, *SHOWN[:3]], 3)
