@@ -73,8 +73,8 @@ class Continuation:
         """Token ids between a turn that ends the ids `before` and the policy's next one: the turn's close where it was
         not sampled, the last `num_heard` messages of the whole `conversation`, and the generation prompt. None when the
         template, which is not prefix-stable for them, shows otherwise what stands before. InvalidInputError when it
-        cannot render them. `tools`: those that the first prompt shows; `image_tokens`: the tokens of each image that the
-        conversation shows.
+        cannot render them. `tools`: those that the first prompt shows; `image_tokens`: the tokens of each image that
+        the conversation shows.
         """
         heard = conversation[len(conversation) - num_heard :]
         num_before = len(image_tokens) - sum(map(_num_images, heard))

@@ -35,8 +35,9 @@ class Gallery(Env):
 
     opening: ClassVar[Messages] = ImageMessage("user", ["look ", Image(SHOWN[0]), " well"])
     second: ClassVar[Messages] = [
-        Message("user", "<image> is no image"), ImageMessage("user", [Image(SHOWN[1]), Image(SHOWN[2]), "<|image_pad|>"])
-    ]  # fmt: skip
+        Message("user", "<image> is no image"),
+        ImageMessage("user", [Image(SHOWN[1]), Image(SHOWN[2]), "<|image_pad|>"]),
+    ]
 
     def reset(self, task: Task, seed: int) -> Messages:
         self.turns = 0
@@ -57,9 +58,13 @@ def expanded(tokenizer: ChatTokenizer, conversation: Sequence[Any], files: Seque
 
 
 async def play(
-    store: StoreUnderTest, folder: Path, env: type[Env], files: Sequence[bytes] = (OWN,), template: str = VISION_TEMPLATE,
+    store: StoreUnderTest,
+    folder: Path,
+    env: type[Env],
+    files: Sequence[bytes] = (OWN,),
+    template: str = VISION_TEMPLATE,
     **settings: Any,
-) -> tuple[list[SampleRequest], list[Any], list[trajectory_pb2.TrajectoryMeta], list[int]]:  # fmt: skip
+) -> tuple[list[SampleRequest], list[Any], list[trajectory_pb2.TrajectoryMeta], list[int]]:
     """A group of four episodes whose row shows `files`: what was sampled, rows, metas, numbers of segments."""
     write_tokenizer(folder, template, VISION_TOKENS)
     async with (
