@@ -1,12 +1,13 @@
 """Tools that come with the library, and the episode around them."""
 
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rolecall.environment import Action, Answer, Message, Opening, Task, ToolCall
+from rolecall.environment import Action, Answer, Image, ImageMessage, Message, Opening, Task, Tool, ToolCall
 from rolecall.environment.tools import ToolEpisode
 from rolecall.environment.tools.calculator import Calculator, evaluated
 from rolecall.environment.tools.episode import MAX_CHARS, shortened
@@ -88,6 +89,23 @@ def test_a_last_turn_that_was_cut_is_graded_and_no_end_of_its_own() -> None:
 def test_long_answers_lose_their_middle_and_say_so() -> None:
     assert shortened("a" * MAX_CHARS) == "a" * MAX_CHARS
     assert "[6 characters left out]" in shortened("a" * (MAX_CHARS + 6))
+
+
+class Camera:
+    """A tool that shows an image."""
+
+    tool = Tool("camera", "Shows.", {"type": "object"})
+
+    def call(self, arguments: Mapping[str, Any]) -> Sequence[str | Image]:
+        return ["a" * (MAX_CHARS + 6), Image(b"seen")]
+
+
+def test_a_tool_may_show_images() -> None:
+    episode = ToolEpisode([Camera()], lambda task, answer: 0.0)
+    episode.reset(Task("t"), 0)
+    answer = episode.step(action_of((ToolCall("camera", {}),)))
+    shown = ImageMessage("tool", [shortened("a" * (MAX_CHARS + 6)), Image(b"seen")])
+    assert answer.messages == [shown]
 
 
 @pytest.fixture

@@ -6,16 +6,18 @@ knows what the policy would have read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from rolecall.environment.env import Action, Answer, Env, Opening, Task, Tool, ToolCall
+from rolecall.environment.env import Action, Answer, Env, Image, ImageMessage, Opening, Task, Tool, ToolCall
 from rolecall.errors import InvalidInputError
 from rolecall.scoring.scores import Message, Score
 
 ROLE = "tool"
 """Role of what tools answer; serve the environment with it among its roles."""
 MAX_CHARS = 4000
-"""Longest answer of a tool; what is longer loses its middle, and says so."""
+"""Longest text of a tool's answer; what is longer loses its middle, and says so."""
+Result: TypeAlias = str | Sequence[str | Image]
+"""A tool's answer: text, or texts and images in their order."""
 
 
 class CallableTool(Protocol):
@@ -26,7 +28,7 @@ class CallableTool(Protocol):
         """Returns what the policy is shown."""
         ...
 
-    def call(self, arguments: Mapping[str, Any]) -> str:
+    def call(self, arguments: Mapping[str, Any]) -> Result:
         """The result for the policy to read. InvalidInputError says what is wrong with the arguments."""
         ...
 
@@ -49,19 +51,25 @@ class ToolEpisode(Env):
         if not action.tool_calls:
             reward = self._reward(self._task, action.text)
             return Answer(reward=reward, is_over=not action.is_cut, is_truncated=action.is_cut)
-        return Answer([Message(ROLE, shortened(self._called(call))) for call in action.tool_calls])
+        return Answer([_message(self._called(call)) for call in action.tool_calls])
 
     def grade(self) -> float | Score:
         """The reward of no answer."""
         return self._reward(self._task, "")
 
-    def _called(self, call: ToolCall) -> str:
+    def _called(self, call: ToolCall) -> Result:
         try:
             if call.name not in self._tools:
                 raise InvalidInputError(f"there is no tool {call.name!r}")
             return self._tools[call.name].call(call.arguments)
         except InvalidInputError as error:
             return f"error: {error.message}"
+
+
+def _message(result: Result) -> Message | ImageMessage:
+    if isinstance(result, str):
+        return Message(ROLE, shortened(result))
+    return ImageMessage(ROLE, [shortened(part) if isinstance(part, str) else part for part in result])
 
 
 def shortened(text: str) -> str:
