@@ -221,8 +221,8 @@ class Images(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Prompt.images, of the prompt that it answers, then those that an episode's environment showed, in the order in which they were
-        shown. Each segment shows the first ones, as many as it has; a placeholder that a policy sampled stands behind them all.
+        """Prompt.images, of the prompt that it answers, then those that an episode's environment showed, in their order. Each segment shows
+        the first ones, as many as it has; a placeholder that a policy sampled stands behind them all.
         """
 
     def __init__(
