@@ -111,6 +111,17 @@ class Continuation:
             return f"cannot be used with messages of the role {role!r}: {error.message}"
         return None
 
+    def image_refusal(self, role: str) -> str | None:
+        """Returns why the template shows no image in messages of `role` after a turn of the policy, as the end of a
+        sentence; None when it does.
+        """
+        heard: ChatMessage = {"role": role, "content": [*_IMAGE, *_words(HEARD)]}
+        try:
+            self._expanded(self._encoded(self._pieces([heard], self._tail)), (1,))
+        except InvalidInputError as error:
+            return f"cannot be used with images in messages of the role {role!r}: {error.message}"
+        return None
+
     def problem(self, role: str, *, with_tools: bool = False, with_images: bool = False) -> str | None:
         """Returns what breaks conversations in which messages of `role` follow turns of the policy, as the end of a
         sentence; None when the template is prefix-stable for them. `with_tools`: in conversations with tools, too.

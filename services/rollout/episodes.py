@@ -142,7 +142,7 @@ class Episodes:
         self._environment = environment
         self._tokenizer = tokenizer
         self._tool_calls = tool_calls
-        self._continuation = Continuation(tokenizer)
+        self._continuation = Continuation(tokenizer, visual_tokens=prompts.visual_tokens)
         """Answers what the template can do, on the event loop."""
         self._prompts = prompts
         self._observations = observations

@@ -16,13 +16,16 @@ from rolecall.environment import Action, Answer, Env, Image, ImageMessage, Messa
 from rolecall.environment.env import Messages
 from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import trajectory_pb2
+from services.controller.durable.in_flight import prompts_in_flight
+from services.controller.groups.prompts import digests
 from services.rollout.sampling import SampleRequest
 from tests.contract.environment_peers import environment
 from tests.contract.rollout_replica import ReplicaUnderTest
 from tests.contract.test_rollout_episodes import CHANGED_LATER, TURNS, Eyes, check_row, rollout_in
 from tests.fixtures_store import StoreUnderTest
 from tests.pictures import PAD, picture
-from tests.tiny_tokenizer import VISION_TEMPLATE, VISION_TOKENS, write_tokenizer
+from tests.tiny_tokenizer import EOS_TOKEN_ID, VISION_TEMPLATE, VISION_TOKENS, write_tokenizer
+from tests.waiting import until
 
 TOKENS = VisualTokens(PAD, 4, 2, 64, 4096)
 OWN = picture(16, 8)
@@ -52,6 +55,14 @@ class Gallery(Env):
         return 0.875
 
 
+class Sampling(Eyes):
+    """An engine that samples a placeholder of an image at the start of a turn."""
+
+    def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
+        token, logprob = super()._next(request, position)
+        return (PAD, logprob) if position == 0 and token != EOS_TOKEN_ID else (token, logprob)
+
+
 def expanded(tokenizer: ChatTokenizer, conversation: Sequence[Any], files: Sequence[bytes], **how: Any) -> list[int]:
     ids = tokenizer.encode(tokenizer.render(conversation, **how).removesuffix("\n"))
     return TOKENS.expanded(ids, [NUMBERS[file] for file in files])
@@ -63,6 +74,7 @@ async def play(
     env: type[Env],
     files: Sequence[bytes] = (OWN,),
     template: str = VISION_TEMPLATE,
+    engine: type[Eyes] = Eyes,
     **settings: Any,
 ) -> tuple[list[SampleRequest], list[Any], list[trajectory_pb2.TrajectoryMeta], list[int]]:
     """A group of four episodes whose row shows `files`: what was sampled, rows, metas, numbers of segments."""
@@ -70,7 +82,7 @@ async def play(
     async with (
         environment(env, **TURNS) as (address, _),
         rollout_in(
-            store, folder, address, engine=Eyes,
+            store, folder, address, engine=engine,
             **{"visual_tokens": TOKENS, "max_prompt_tokens": 128, "max_image_bytes": 10**5, **settings},
         ) as rollout,
     ):  # fmt: skip
@@ -114,6 +126,8 @@ async def test_what_an_environment_shows_reaches_engine_row_and_nobody_s_text(
     for request in asked:
         assert request.prompt_token_ids.count(PAD) == sum(NUMBERS[file] for file in request.images)
     assert num_segments == [1] * 4
+    (in_flight,) = prompts_in_flight(store.ledger, store.rows, 1)
+    assert list(in_flight.images) == digests(files), "a checkpoint notes those that the data has"
     for row, meta in zip(rows, metas, strict=True):
         check_row(row, meta)
         assert files_of(row) == shown
@@ -157,3 +171,53 @@ async def test_an_episode_ends_graded_where_its_images_would_have_too_many_bytes
         assert (meta.episode.ended_by, len(meta.episode.turns), meta.episode.reward.value) == ("images", 4, 0.875)
         assert meta.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
         assert (files_of(row), meta.episode.num_images) == ([OWN, *SHOWN[:3]], 3)
+
+
+async def test_behind_a_placeholder_that_was_sampled_an_episode_is_shown_no_image(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
+    """Nobody could tell which of the two stands for it."""
+    asked, rows, metas, _ = await play(store, tmp_path, Gallery, engine=Sampling)
+    assert {len(request.images) for request in asked} == {2}
+    for row, meta in zip(rows, metas, strict=True):
+        check_row(row, meta)
+        assert (meta.episode.ended_by, len(meta.episode.turns)) == ("images", 2)
+        assert files_of(row) == [OWN, SHOWN[0]]
+
+
+@pytest.mark.parametrize(
+    ("opening", "settings", "why"),
+    [
+        (SHOWN[0], {"max_image_bytes": 0}, "answered an image, and this run shows none of it: set environment.max_im"),
+        (SHOWN[0], {"visual_tokens": None}, "answered an image, and this run shows none of it: set environment.max_im"),
+        (SHOWN[0][:90], {}, "answered an image that cannot be shown: an image cannot be read"),
+        (picture(2, 402), {}, "answered an image that cannot be shown: an image of 2 x 402 pixels is more than 200"),
+    ],
+    ids=["not asked for", "a model of text", "broken", "too long"],
+)
+async def test_an_image_that_cannot_be_shown_loses_its_episode_in_words(
+    store: StoreUnderTest, tmp_path: Path, caplog: pytest.LogCaptureFixture, opening: bytes, settings: Any, why: str
+) -> None:
+    class Wrong(Gallery):
+        def reset(self, task: Task, seed: int) -> Messages:
+            return ImageMessage("user", [Image(opening)])
+
+    write_tokenizer(tmp_path, VISION_TEMPLATE, VISION_TOKENS)
+    given: dict[str, Any] = {"visual_tokens": TOKENS, "max_prompt_tokens": 128, "max_image_bytes": 10**5, **settings}
+    async with environment(Wrong, **TURNS) as (address, _), rollout_in(store, tmp_path, address, **given) as one:
+        admit(store, tmp_path, ())
+        await one.publish(1)
+        await until(lambda: "was lost" in caplog.text)
+    assert why in caplog.text
+    assert store.balance()[1] == 0
+
+
+async def test_first_messages_with_images_beyond_the_bound_are_the_task_s_fault(
+    store: StoreUnderTest, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_tokenizer(tmp_path, VISION_TEMPLATE, VISION_TOKENS)
+    given: dict[str, Any] = {"visual_tokens": TOKENS, "max_prompt_tokens": 128, "max_image_bytes": 10}
+    async with environment(Gallery, **TURNS) as (address, _), rollout_in(store, tmp_path, address, **given) as one:
+        admit(store, tmp_path, ())
+        await one.publish(1)
+        await until(lambda: "show images of more than environment.max_image_bytes 10" in caplog.text)

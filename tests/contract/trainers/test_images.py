@@ -142,6 +142,6 @@ async def test_an_image_that_is_not_what_the_tokens_say_is_refused_and_the_actor
 async def test_a_model_of_text_is_refused_where_prompts_show_images(store: StoreUnderTest, tmp_path: Path) -> None:
     text = write_qwen3(tmp_path / "text")
     settings = RunSettings.model_validate(settings_tree(store, text, tmp_path, data=data_tree(tmp_path)))
-    with pytest.raises(ConfigError, match="is no model whose prompts may show images"):
+    with pytest.raises(ConfigError, match="is no model that sees images"):
         async with served_actor(settings, store):
             pass
