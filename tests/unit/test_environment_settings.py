@@ -13,8 +13,9 @@ from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import PromptBytes, StoreBudget
 from rolecall.v1 import environment_pb2
+from tests.pictures import write_seeing
 from tests.smallest import smallest_tree
-from tests.tiny_tokenizer import THINKING_TEMPLATE, write_tokenizer
+from tests.tiny_tokenizer import THINKING_TEMPLATE, VISION_TOKENS, write_tokenizer
 
 ADDRESS = {"address": "127.0.0.1:50080"}
 MUTE = "{% if messages | length > 1 %}{{ raise_exception('one question alone') }}{% endif %}{{ messages[0].content }}"
@@ -81,6 +82,28 @@ def test_check_says_what_ends_an_episode_and_that_the_template_is_prefix_stable(
         "  the branches of its conversation are trained up to 2048 tokens an episode (environment.max_row_tokens)",
         "  the chat template is prefix-stable for messages of user and tool",
     ]
+
+
+def test_check_says_where_the_template_shows_an_environment_s_images(tmp_path: Path) -> None:
+    seeing = write_seeing(tmp_path / "model")
+    shown = {"environment": {**ADDRESS, "max_image_bytes": 5000}, "model": {"path": str(seeing)}}
+    run = settings(tmp_path, {"kind": "environment"}, **shown)
+    assert list(explain_environment(run, ChatTokenizer(seeing)))[-1] == (
+        "  it may show images of 5000 bytes in an episode, in messages of user and tool; each takes as many tokens as "
+        "one of a prompt"
+    )
+    write_tokenizer(seeing, more_tokens=VISION_TOKENS)
+    with pytest.raises(
+        ConfigError, match=r"environment\.max_image_bytes: the chat template cannot be used with images"
+    ):
+        list(explain_environment(run, ChatTokenizer(seeing)))
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    blind = settings(tmp_path, {"kind": "environment"}, **{**shown, "model": {"path": str(tmp_path)}})
+    with pytest.raises(
+        ConfigError, match=r"environment\.max_image_bytes: model\.path \S+ is no model that sees images"
+    ):
+        list(explain_environment(blind, ChatTokenizer(tmp_path)))
 
 
 def test_check_says_which_text_a_template_changes_and_what_that_costs(tmp_path: Path) -> None:

@@ -91,11 +91,20 @@ class ReadImages:
             self._image_of[file] = image
             yield
 
+    def check(self, row: Mapping[str, Array]) -> None:
+        """InvalidInputError when a whole row (token_ids and IMAGES) has more images than its tokens show."""
+        num_files, num_runs = len(Images.FromString(row[IMAGES].tobytes()).files), self._num_runs(row["token_ids"])
+        if num_runs < num_files:
+            raise InvalidInputError(f"a row has {num_files} images, and its tokens show {num_runs}")
+
     def shown_by(self, token_ids_T: Array, column: Array) -> list[bytes]:
         """The files that a sequence shows, in order: the first of its row's, whose IMAGES are `column`."""
-        shows_T = token_ids_T == self.token_id
-        num_runs = int(shows_T[:1].sum() + (shows_T[1:] & ~shows_T[:-1]).sum())
+        num_runs = self._num_runs(token_ids_T)
         return list(Images.FromString(column.tobytes()).files[:num_runs]) if num_runs else []
+
+    def _num_runs(self, token_ids_T: Array) -> int:
+        shows_T = token_ids_T == self.token_id
+        return int(shows_T[:1].sum() + (shows_T[1:] & ~shows_T[:-1]).sum())
 
     def size(self, image: Image) -> tuple[int, int]:
         """Rows and columns of the features of `image`."""

@@ -1,4 +1,4 @@
-"""What an environment says and shows, as a chat template takes it, and the images beside it.
+"""The words and images of an environment, as a chat template takes them, and the images beside them.
 
 Owns the reading of somebody else's images: one that cannot be shown loses its episode. Knows no budget.
 """

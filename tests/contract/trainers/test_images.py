@@ -122,7 +122,7 @@ async def test_a_reference_and_a_critic_see_them_too(
     [
         ([b"no image"], "an image cannot be read"),
         ([SQUARE], "image 1 of 1 has 9 features and 10 tokens that show it"),
-        ([WIDE, WIDE], "image 2 of 2 has 10 features and 0 tokens that show it"),
+        ([WIDE, WIDE], "a row has 2 images, and its tokens show 1"),
     ],
 )
 async def test_an_image_that_is_not_what_the_tokens_say_is_refused_and_the_actor_goes_on(
