@@ -44,8 +44,8 @@ from tests.step_run import TRAINERS, B, StepRun
 
 MAX_RECOVERIES = 8
 """A run that has not gone on after so many is stuck."""
-HANG_S = 20.0
-"""A move takes milliseconds, with a recovery a second."""
+HANG_S = 90.0
+"""A move takes milliseconds, with a recovery a second; where two cores have fifteen processes, half a minute."""
 STEP_ARROWS = (
     "values are computed",
     "batch is prepared",

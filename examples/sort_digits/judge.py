@@ -1,8 +1,8 @@
 """Makes a judge for the sort-digits job: a Qwen3 of 1M parameters that reads a prompt and a response and says `yes`
 where the response is the digits in descending order, else `no`.
 
-    python -m examples.sort_digits.judge FOLDER         # one that prepare.py made; writes FOLDER/judge and rubric.yaml
-    vllm serve FOLDER/judge --served-model-name judge   # or whatever serves chat completions
+    python -m examples.sort_digits.judge FOLDER   # one that prepare.py made; writes FOLDER/judge and rubric.yaml
+    python -m vllm.entrypoints.openai.api_server --model FOLDER/judge --served-model-name judge   # or another server
 
 Owns those two. A general model of this size could judge nothing: this one is taught the one question of its rubric, by
 supervised steps on answers right and wrong. Everything derives from the seed. Knows nothing of RoleCall.

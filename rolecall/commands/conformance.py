@@ -15,7 +15,7 @@ from rolecall.conformance import environment, reward
 from rolecall.conformance.check import Check, Result, SessionT, run
 from rolecall.conformance.environment.rows import Rows, own_rows, read_file
 from rolecall.conformance.environment.session import RUN_S, EnvironmentSession
-from rolecall.conformance.peer import CONNECT_S, Peer, peer
+from rolecall.conformance.peer import CONNECT_S, Peer, peer, told
 from rolecall.conformance.report import Report, Tell, junit, line
 from rolecall.conformance.reward.pool import Pool, own_pool, read_pool
 from rolecall.conformance.reward.session import Options, RewardSession
@@ -67,18 +67,21 @@ def _nothing(text: str) -> None:
 
 async def examine(service: Peer, items: Path | None, options: Options, tell: Tell = _nothing) -> list[Report]:
     """Returns what the kit of each contract finds that the service says it serves, and tells it as it is found.
-    `items`: what it is asked, in the form of that contract's. UnavailableError when nobody answers,
-    VersionMismatchError when it serves none.
+    `items`: what it is asked, in the form of that contract's. UnavailableError, before they are read, when nobody
+    answers; VersionMismatchError when it serves none.
     """
     async with service.open() as channel:
-        scores = await _serves(
-            reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=CONNECT_S)
-        )
-        plays = await _serves(
+        calls: list[grpc.aio.UnaryUnaryCall[Any, Any]] = [
+            reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=CONNECT_S),
             environment_pb2_grpc.EnvironmentServiceStub(channel).Describe(
                 environment_pb2.DescribeEnvironmentRequest(), timeout=CONNECT_S
-            )
-        )
+            ),
+        ]
+        codes = [await call.code() for call in calls]  # bounded: by the calls' deadlines
+        if not {grpc.StatusCode.OK, grpc.StatusCode.UNIMPLEMENTED} & set(codes):
+            await told(calls[0], service.address, "Describe")  # raises: nobody says in whose form the items are
+    # Of two contracts that are served, a Describe that fails is its kit's to tell.
+    scores, plays = (code is not grpc.StatusCode.UNIMPLEMENTED for code in codes)
     reports = []
     if scores:
         reports.append(await examine_scorer(service, read_pool(items) if items else own_pool(), options, tell))
@@ -93,11 +96,6 @@ async def examine(service: Peer, items: Path | None, options: Options, tell: Tel
             "address of a service that does"
         )
     return reports
-
-
-async def _serves(describe: "grpc.aio.UnaryUnaryCall[Any, Any]") -> bool:
-    """Whether a contract is served, as far as a call of it tells; one that fails otherwise is its kit's to tell."""
-    return await describe.code() is not grpc.StatusCode.UNIMPLEMENTED  # bounded: by the call's deadline
 
 
 async def examine_scorer(service: Peer, pool: Pool, options: Options, tell: Tell = _nothing) -> Report:

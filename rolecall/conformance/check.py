@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
 import grpc
+from pydantic import ValidationError
 
 
 class Status(StrEnum):
@@ -157,3 +158,10 @@ def said(error: grpc.aio.AioRpcError) -> str:
     """The status of a call, and what the server said, for people."""
     details = " ".join((error.details() or "").split())
     return f"{error.code().name}: {details[:300]}" if details else error.code().name
+
+
+def wrong_fields(error: ValidationError) -> str:
+    """Says in one line which fields of a line of --items are wrong, and how."""
+    return "; ".join(
+        ": ".join([*(str(part) for part in item["loc"]), item["msg"]]) for item in error.errors(include_url=False)
+    )

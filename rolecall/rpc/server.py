@@ -127,11 +127,13 @@ class Server:
     async def _listen(self) -> str:
         deadline = time.monotonic() + _PORT_PATIENCE_S
         while (port := await asyncio.to_thread(self._bound)) is None:
-            if time.monotonic() > deadline:
+            # gRPC writes a line at each try that fails, so none is made before the address can be had
+            while (problem := await asyncio.to_thread(why_not, self._bind)) and time.monotonic() < deadline:
+                await asyncio.sleep(_PORT_PAUSE_S)
+            if time.monotonic() >= deadline:
                 named = f" ({self._setting})" if self._setting else ""
                 raise ConfigError(
-                    f"cannot listen on {self._bind}{named}: it "
-                    f"{why_not(self._bind) or 'cannot be bound; choose another'}"
+                    f"cannot listen on {self._bind}{named}: it {problem or 'cannot be bound; choose another'}"
                 )
             await asyncio.sleep(_PORT_PAUSE_S)
         if is_unix(self._bind):

@@ -38,8 +38,11 @@ async def test_an_items_file_says_what_is_right(tmp_path: Path) -> None:
     assert "line 2: expected 0.5, got 0.194" in report.text()
 
 
-def test_nobody_at_the_address_is_said_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["conformance", f"127.0.0.1:{free_port()}"]) == 1
+@pytest.mark.parametrize("items", [None, "environment", "external_reward"])
+def test_nobody_at_the_address_is_said_in_seconds(items: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is to be asked: while nobody answers, nothing can be said of its form."""
+    words = [] if items is None else ["--items", str(ROOT / "examples" / items / "items.jsonl")]
+    assert main(["conformance", f"127.0.0.1:{free_port()}", *words]) == 1
     assert "cannot be reached" in capsys.readouterr().err
 
 
@@ -61,7 +64,16 @@ def test_bad_usage_is_answered_with_2(words: list[str], said: str, capsys: pytes
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("{}", "line 1"), ('{"response_text": "a"}\n{"response": 1}', "line 2"), ("", "holds no item")],
+    [
+        ("{}", "line 1: response_text: Field required$"),
+        (
+            '{"response_text": "a"}\n{"response_text": "a", "response": 1}',
+            "line 2: response: Extra inputs .* permitted$",
+        ),
+        ("[]", "line 1: Input should be a valid dictionary"),
+        ("{", "line 1: not JSON: "),
+        ("", "holds no item"),
+    ],
 )
 def test_a_line_that_is_no_item_is_named(text: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "items.jsonl"
@@ -74,7 +86,7 @@ def test_a_line_that_is_no_item_is_named(text: str, said: str, tmp_path: Path) -
     ("text", "said"),
     [
         ("{", "line 1: not JSON"),
-        ('{}\n{"actions": "go"}', "line 2: .*valid list"),
+        ('{}\n{"actions": "go"}', "line 2: actions: Input should be a valid list$"),
         ('{"ground_truth": 4}', "line 1: not a task"),
         ('{"prompt": []}', "neither text nor a list of messages"),
         ('{"fails": true}', "holds no episode"),

@@ -90,12 +90,13 @@ async def reflected(peer: Peer, bind: str, reflection: bool | None) -> set[str]:
     return {service.name for answer in answers for service in answer.list_services_response.service}
 
 
-async def test_a_port_in_use_is_a_clear_error(peer: Peer) -> None:
+async def test_a_port_in_use_is_a_clear_error(peer: Peer, capfd: pytest.CaptureFixture[str]) -> None:
     async with serving(peer) as (_, address):
         with pytest.raises(
             ConfigError, match=rf"cannot listen on {address}: it is in use: another process listens there"
         ):
             await Server(party(Caller.OPERATOR), address).start()
+    assert capfd.readouterr().err.count("Failed to add port") <= 1  # gRPC's own words, at each try
 
 
 async def test_a_unix_socket_in_use_is_a_clear_error_and_a_dead_one_is_replaced(peer: Peer, socket_dir: Path) -> None:

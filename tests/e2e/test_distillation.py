@@ -58,13 +58,13 @@ def greedy_accuracy(model: Path, prompts: Path) -> float:
     return sum(bool(text.strip() == row["ground_truth"]) for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
-@pytest.mark.thorough("test_two_teachers_each_teach_the_prompts_of_their_subject")
+@pytest.mark.learning
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "overrides",
     [
         pytest.param((), id="reverse KL as advantage"),
-        pytest.param(FORWARD_TOPK, id="forward KL as loss", marks=pytest.mark.learning),
+        pytest.param(FORWARD_TOPK, id="forward KL as loss"),
     ],
 )
 def test_a_student_reaches_its_teachers_accuracy_without_a_reward(

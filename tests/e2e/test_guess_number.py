@@ -16,8 +16,8 @@ ACCURACY = "eval/heldout/accuracy"
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.thorough("test_a_run_in_an_environment_trains_what_was_played_and_loses_nothing")
-@pytest.mark.parametrize("player", ["game.py", pytest.param("agent.py", marks=pytest.mark.learning)])
+@pytest.mark.learning
+@pytest.mark.parametrize("player", ["game.py", "agent.py"])
 def test_a_policy_learns_to_guess_a_number_in_four_turns(tmp_path: Path, player: str) -> None:
     """Stepped by the rollout, and called by an agent that owns its loop."""
     metrics = trained(tmp_path, EXAMPLES / "guess_number", player)

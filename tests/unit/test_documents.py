@@ -164,6 +164,16 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
         assert not anchor or there.suffix != ".md" or anchor in headings(there), f"{target}: there is no such heading"
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "examples").glob("*/README.md")), ids=lambda path: path.parent.name)
+def test_each_training_of_an_example_has_a_folder_of_its_own(page: Path) -> None:
+    """A second one in a run's folder is refused. Where another environment is set before the command, it is the same
+    training on another machine.
+    """
+    commands = re.findall(r"^    rolecall train (\S+)(.*)$", page.read_text().replace("\\\n", ""), re.MULTILINE)
+    folders = [(file, *re.findall(r"--run\.dir=(\S+)", words)) for file, words in commands]
+    assert len(set(folders)) == len(folders)
+
+
 def test_no_folder_of_the_product_holds_more_files_than_a_reader_takes_in() -> None:
     assert {
         folder: number

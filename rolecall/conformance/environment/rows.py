@@ -8,6 +8,7 @@ from typing import Any
 from google.protobuf import json_format
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from rolecall.conformance.check import wrong_fields
 from rolecall.data.dataset import UID_FIELD, parse_messages, read_rows
 from rolecall.errors import ConfigError
 from rolecall.v1 import environment_pb2, trajectory_pb2
@@ -81,7 +82,7 @@ def read_file(path: Path) -> Rows:
         try:
             marks = Marks.model_validate({name: fields.pop(name) for name in Marks.model_fields if name in fields})
         except ValidationError as error:
-            raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
+            raise ConfigError(f"{where}: {wrong_fields(error)}") from error
         actions = TEXTS if marks.actions is None else marks.actions
         row = Row(f"line {number}", _task(fields, where, str(number)), _seed(number), actions)
         (cannot_begin if marks.cannot_begin else fails if marks.fails else played).append(row)

@@ -13,6 +13,7 @@ import numpy as np
 from google.protobuf import json_format
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from rolecall.conformance.check import wrong_fields
 from rolecall.errors import ConfigError
 from rolecall.v1 import reward_pb2, trajectory_pb2
 
@@ -108,8 +109,10 @@ def read_pool(path: Path) -> Pool:
     for number, line in _lines(text):
         try:
             file_item = FileItem.model_validate(json.loads(line))
-        except (ValueError, ValidationError) as error:
-            raise ConfigError(f"--items: {path}, line {number}: {' '.join(str(error).split())}") from error
+        except ValidationError as error:
+            raise ConfigError(f"--items: {path}, line {number}: {wrong_fields(error)}") from error
+        except ValueError as error:
+            raise ConfigError(f"--items: {path}, line {number}: not JSON: {error}") from error
         item = _score_item(f"line/{number}", file_item)
         items.append(item)
         lines[item.id] = number
