@@ -112,12 +112,12 @@ class Continuation:
         return None
 
     def image_refusal(self, role: str) -> str | None:
-        """Returns why the template shows no image in messages of `role` after a turn of the policy, as the end of a
-        sentence; None when it does.
+        """Returns why the template shows no image in messages of `role` after a turn of the policy, or none once
+        another follows, as the end of a sentence; None when it shows all.
         """
         heard: ChatMessage = {"role": role, "content": [*_IMAGE, *_words(HEARD)]}
         try:
-            self._expanded(self._encoded(self._pieces([heard], self._tail)), (1,))
+            self.opening([_ASKED, _said(SAID), heard, _said("b"), heard], image_tokens=(1, 1))
         except InvalidInputError as error:
             return f"cannot be used with images in messages of the role {role!r}: {error.message}"
         return None

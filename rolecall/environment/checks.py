@@ -67,7 +67,8 @@ def _explain_images(settings: RunSettings, continuation: Continuation) -> str:
 def _problem(settings: RunSettings, continuation: Continuation, role: str) -> str | None:
     """Returns why messages of `role` may begin segments, as the end of a sentence; None: they never do."""
     with_tools = settings.environment is not None and settings.environment.tool_parser is not None
-    kinds = (False, True) if settings.max_environment_image_bytes else (False,)
+    shows_images = settings.max_environment_image_bytes and continuation.image_refusal(role) is None
+    kinds = (False, True) if shows_images else (False,)
     problems = (continuation.problem(role, with_tools=with_tools, with_images=kind) for kind in kinds)
     return next((problem for problem in problems if problem is not None), None)
 
@@ -109,14 +110,30 @@ def _tokens_of_forks(settings: RunSettings, section: EnvironmentSection) -> tupl
     return first + more, num_turns * first + more * (num_turns + 1) // 2
 
 
-def row_problem(
+def run_problem(
+    settings: RunSettings, spec: environment_pb2.DescribeEnvironmentResponse, continuation: Continuation
+) -> str | None:
+    """Returns what keeps the run from an environment that says this of itself, by the run's chat template; None:
+    nothing does.
+    """
+    if not spec.runs_episodes:
+        return _row_problem(settings, spec, continuation)
+    if not settings.shows_images:
+        return None
+    return (
+        "data.images_field, environment.max_image_bytes: it runs its episodes itself (runs_episodes), and what its "
+        "agent asks the policy is text; leave both out, or use an environment that the rollout steps"
+    )
+
+
+def _row_problem(
     settings: RunSettings, spec: environment_pb2.DescribeEnvironmentResponse, continuation: Continuation
 ) -> str | None:
     """Returns why the run must say how many tokens a row may have; None: it says so, or need not. It must where the
-    rollout steps the turns and the chat template begins segments for what the environment speaks as.
+    chat template begins segments for what the environment speaks as.
     """
     section = settings.environment
-    if section is None or section.max_row_tokens is not None or section.max_turns == 1 or spec.runs_episodes:
+    if section is None or section.max_row_tokens is not None or section.max_turns == 1:
         return None
     problems = (_problem(settings, continuation, role) for role in roles_of(spec))
     problem = next((found for found in problems if found is not None), None)
@@ -158,7 +175,7 @@ def environment_fits(settings: RunSettings) -> Callable[[grpc.aio.Channel], Awai
                 raise ConfigError(
                     f"is environment {spec.name!r}: with environment.max_image_bytes, the chat template {unfits[0]}"
                 )
-        if (problem := row_problem(settings, spec, continuation)) is not None:
+        if (problem := run_problem(settings, spec, continuation)) is not None:
             raise ConfigError(f"is environment {spec.name!r}; {problem}")
 
     return ask

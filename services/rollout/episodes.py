@@ -24,7 +24,7 @@ from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.images.tokens import run_lengths
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.answers import CONTINUES, roles_of
-from rolecall.environment.checks import row_problem
+from rolecall.environment.checks import run_problem
 from rolecall.environment.client import EnvironmentClient, EpisodeSession, open_environment
 from rolecall.errors import (
     ConfigError,
@@ -167,12 +167,6 @@ class Episodes:
         if (problem := self._problem(self._environment.spec, self._continuation)) is not None:
             raise ConfigError(problem)
         if self._environment.spec.runs_episodes:
-            if self._prompts.visual_tokens is not None:
-                raise ConfigError(
-                    f"data.images_field, environment.max_image_bytes: environment {self._environment.spec.name!r} runs "
-                    "its episodes itself, and what its agent asks the policy is text; leave both out, or use an "
-                    "environment that the rollout steps"
-                )
             await self._runs.endpoint.start()
         places, needed = self._environment.max_sessions, self._settings.responses_per_group
         if not places:
@@ -477,7 +471,7 @@ def sampler_of(
         endpoint,
         prompts,
         Observations(prompts.tokenizer, section.max_observation_tokens, section.observation_cut),
-        partial(row_problem, settings),
+        partial(run_problem, settings),
     )
 
 

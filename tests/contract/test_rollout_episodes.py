@@ -228,16 +228,6 @@ async def test_every_turn_is_sampled_with_the_images_that_the_row_s_messages_sho
             assert num_segments == len(meta.episode.turns)
 
 
-async def test_an_agent_s_environment_is_refused_where_prompts_show_images(store: StoreUnderTest, folder: Path) -> None:
-    tokens = VisualTokens(PAD, 4, 2, 64, 4096)
-    async with environment(Plain, runs_episodes=True) as (address, _):
-        async with rollout_in(store, folder, address, visual_tokens=tokens) as rollout:
-            rollout.admit(1)
-            await rollout.publish(1)
-            with pytest.raises(ConfigError, match=r"data\.images_field, .*: environment .* runs its episodes itself"):
-                await asyncio.wait_for(rollout.pulling, 20)
-
-
 class Plain(Talk):
     """The same without words that spell special tokens."""
 

@@ -209,3 +209,17 @@ def test_a_template_that_shows_no_image_says_so(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, more_tokens=VISION_TOKENS)
     continued = Continuation(ChatTokenizer(tmp_path), visual_tokens=VisualTokens(PAD, 4, 2, 64, 4096))
     assert "images in messages of the role 'user'" in (continued.image_refusal("user") or "")
+
+
+def test_a_template_that_shows_the_last_image_alone_says_so(tmp_path: Path) -> None:
+    """An episode's second image would leave none of its first."""
+    seen = "{% set ns = namespace(last=0) %}{% for each in messages %}{% if each.content is not string %}" + (
+        "{% set ns.last = loop.index %}{% endif %}{% endfor %}"
+    )
+    places = VISION_TEMPLATE.replace(
+        "{% for message in messages %}", "{% for message in messages %}{% set at = loop.index %}"
+    )
+    last = seen + places.replace("{% if part.type == 'image' %}", "{% if part.type == 'image' and at == ns.last %}")
+    write_tokenizer(tmp_path, last.replace("{{ part.text }}", "{{ part.text | default('') }}"), VISION_TOKENS)
+    continued = Continuation(ChatTokenizer(tmp_path), visual_tokens=VisualTokens(PAD, 4, 2, 64, 4096))
+    assert "has 1 tokens that stand for an image" in (continued.image_refusal("user") or "")
