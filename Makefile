@@ -63,7 +63,7 @@ compose: images ## Train the sort-digits example in containers, one a role, to i
 test-deploy: images ## Pass the tests of deploy/ on a real container engine: to the end, kills, scaling, down and up, mistakes
 	@eval "$$(tools/engine.sh)" && $(BIN)/python -m pytest -s -m "engine or not engine" tests/deploy
 
-gpu-acceptance: setup ## What one GPU must show, PART=1 to 5 of nine minutes each (DRY=1 on CPUs); the table goes to ACCEPTANCE=build/gpu-acceptance
+gpu-acceptance: setup ## What one GPU must show, PART=1 to 6 of nine minutes each (DRY=1 on CPUs); the table goes to ACCEPTANCE=build/gpu-acceptance
 	@$(BIN)/python -m tools.gpu_acceptance --part $(PART) --out $(ACCEPTANCE) $(if $(DRY),--dry)
 
 gpu-wheels: setup ## What a plain machine with a GPU and torch needs beside this tree for it, in build/gpu-wheels

@@ -101,8 +101,11 @@ def load_prompts(
     data: DataSection,
     reward: RewardSection,
     distillation: DistillationSection | None = None,
+    *,
+    counts_images: bool = False,
 ) -> list[RawPrompt]:
-    """All rows of `files` in their order. ConfigError names the line (from 1) and the field that is wrong.
+    """All rows of `files` in their order, of whose images nothing is kept but how many where it `counts_images`.
+    ConfigError names the line (from 1) and the field that is wrong.
 
     A component of `reward` must apply to every prompt, and a ground truth must be there when one compares with it; what
     scorers elsewhere need is theirs to say. A teacher must be there for every prompt that is trained on with
@@ -111,8 +114,9 @@ def load_prompts(
     left_out: set[str] = set()
     paths = (files,) if isinstance(files, Path) else files
     setting = "data.train and evaluation.sets.*.path"
+    folders = [None if counts_images else path.parent for path in paths]
     prompts = [
-        _parse(row, where, paths[place - 1].parent, line if place == 1 else f"{place}:{line}", data, reward, left_out)
+        _parse(row, where, folders[place - 1], line if place == 1 else f"{place}:{line}", data, reward, left_out)
         for place, line, where, row in rows_of(files, setting, data.preprocess, data.images_field)
     ]
     for name in sorted(left_out):
@@ -246,7 +250,7 @@ def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
 def _parse(
     row: dict[str, Any],
     where: str,
-    folder: Path,
+    folder: Path | None,
     default_uid: str,
     data: DataSection,
     reward: RewardSection,
@@ -281,7 +285,7 @@ def _parse(
 def _images(
     row: dict[str, Any],
     where: str,
-    folder: Path,
+    folder: Path | None,
     field: str | None,
     messages: Sequence[tuple[str, str]],
     place: str,

@@ -4,7 +4,7 @@ of its models see what prompts show. No torch.
 
 from collections.abc import Iterator
 
-from rolecall.data.images.tokens import FAMILIES, read_visual_tokens
+from rolecall.data.images.tokens import FAMILIES, read_processor_digest, read_visual_tokens
 from rolecall.data.model_files import ModelFacts, sees_images
 from rolecall.errors import ConfigError
 from rolecall.settings import CriticSection, ReferenceSection, RunSettings
@@ -37,7 +37,7 @@ def check_images(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
 
 
 def _check_others(settings: RunSettings) -> None:
-    """The critic and the references take the same tokens for images as the policy."""
+    """The critic and the references are given the same tokens and pixels of images as the policy."""
     sections: dict[str, ReferenceSection | CriticSection] = {
         f"references.{name}": section for name, section in settings.references.items()
     }
@@ -58,4 +58,9 @@ def _check_others(settings: RunSettings) -> None:
             raise ConfigError(
                 f"{setting} {path} takes other tokens for an image than model.path: {tokens}, not {own}; name a model "
                 "of the same family and image processor"
+            )
+        if read_processor_digest(path, setting) != read_processor_digest(settings.model.path):
+            raise ConfigError(
+                f"{setting} {path} is given other pixels of an image than model.path, by its preprocessor_config.json; "
+                "name a model of the same image processor"
             )

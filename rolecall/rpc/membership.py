@@ -82,10 +82,11 @@ class Membership:
         address: str,
         num_weight_ranks: int = 0,
         on_gpus: bool = False,
+        image_processor: str = "",
         launched: bool | None = None,
     ) -> None:
-        """address: where this worker's own service answers. launched: whether a launcher ends this process; None: as
-        its environment says. ConfigError when controller.address is not set.
+        """address: where this worker's own service answers. image_processor: as in JoinRequest. launched: whether a
+        launcher ends this process; None: as its environment says. ConfigError when controller.address is not set.
         """
         if settings.controller.address is None:
             raise ConfigError(
@@ -102,6 +103,7 @@ class Membership:
             num_weight_ranks=num_weight_ranks,
             version=contract_version(),
             on_gpus=on_gpus,
+            image_processor=image_processor,
         )
         self._launched = parent_to_die_with() is not None if launched is None else launched
         rpc = settings.rpc

@@ -82,8 +82,8 @@ def _encoded(counts: Mapping[str, int]) -> str:
 
 
 def to_line(entry: str, fields: Mapping[bytes, bytes]) -> str:
-    """The stream entry `entry` as a line of its file; `group` is left out."""
-    text = {name.decode(): value.decode(errors="replace") for name, value in fields.items() if name != b"group"}
+    """The stream entry `entry` as a line of its file."""
+    text = {name.decode(): value.decode(errors="replace") for name, value in fields.items()}
     return json.dumps({"id": entry, "time_s": int(entry.partition("-")[0]) / 1000, **text})
 
 

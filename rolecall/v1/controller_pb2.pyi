@@ -111,6 +111,7 @@ class JoinRequest(_message.Message):
     NUM_WEIGHT_RANKS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     ON_GPUS_FIELD_NUMBER: _builtins.int
+    IMAGE_PROCESSOR_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run it means to serve; must be the controller's."""
     role: Global___Role.ValueType
@@ -127,6 +128,10 @@ class JoinRequest(_message.Message):
     """Release and digest of the contracts it was built with (rolecall/contract.py)."""
     on_gpus: _builtins.bool
     """A rollout's weights are on GPUs; false for other roles."""
+    image_processor: _builtins.str
+    """Hex digest of what the image processor in its model directory makes of an image (rolecall/data/images/tokens.py); empty where the run's prompts show
+    none (data.images_field), and for the reward role.
+    """
     def __init__(
         self,
         *,
@@ -138,10 +143,11 @@ class JoinRequest(_message.Message):
         num_weight_ranks: _builtins.int = ...,
         version: _builtins.str = ...,
         on_gpus: _builtins.bool = ...,
+        image_processor: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "num_weight_ranks", b"num_weight_ranks", "on_gpus", b"on_gpus", "role", b"role", "run", b"run", "version", b"version", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "image_processor", b"image_processor", "incarnation", b"incarnation", "num_weight_ranks", b"num_weight_ranks", "on_gpus", b"on_gpus", "role", b"role", "run", b"run", "version", b"version", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

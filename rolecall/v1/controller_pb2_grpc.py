@@ -88,7 +88,8 @@ class ControllerServiceServicer:
 
     def Join(self, request, context):
         """Announces a worker. Idempotent per (worker, incarnation). Blocks on nothing.
-        FAILED_PRECONDITION (VERSION_MISMATCH) when the contract versions differ.
+        FAILED_PRECONDITION (VERSION_MISMATCH) when the contract versions differ. INVALID_ARGUMENT (BAD_CONFIG) when its image processor is another than the
+        run's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,7 +18,8 @@ class ControllerServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.UnaryUnaryMultiCallable[_controller_pb2.JoinRequest, _controller_pb2.JoinResponse]
     """Announces a worker. Idempotent per (worker, incarnation). Blocks on nothing.
-    FAILED_PRECONDITION (VERSION_MISMATCH) when the contract versions differ.
+    FAILED_PRECONDITION (VERSION_MISMATCH) when the contract versions differ. INVALID_ARGUMENT (BAD_CONFIG) when its image processor is another than the
+    run's.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_controller_pb2.HeartbeatRequest, _controller_pb2.HeartbeatResponse]
     """Says that a worker lives and moves. Idempotent. Blocks on nothing.
@@ -58,7 +59,8 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_controller_pb2.JoinRequest, _abc.Awaitable[_controller_pb2.JoinResponse]],
     ) -> _abc.Awaitable[_controller_pb2.JoinResponse]:
         """Announces a worker. Idempotent per (worker, incarnation). Blocks on nothing.
-        FAILED_PRECONDITION (VERSION_MISMATCH) when the contract versions differ.
+        FAILED_PRECONDITION (VERSION_MISMATCH) when the contract versions differ. INVALID_ARGUMENT (BAD_CONFIG) when its image processor is another than the
+        run's.
         """
 
     @_abc_1.abstractmethod

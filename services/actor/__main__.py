@@ -54,7 +54,13 @@ async def _serve(args: ServiceArgs) -> None:
         actor_pb2_grpc.add_ActorServiceServicer_to_server, ActorServicer(trainer, calls), "rolecall.v1.ActorService"
     )
     await serve_role(
-        args, section, controller_pb2.ROLE_ACTOR, server, calls, on_drain=lambda: asyncio.to_thread(trainer.close)
+        args,
+        section,
+        settings.model.path,
+        controller_pb2.ROLE_ACTOR,
+        server,
+        calls,
+        on_drain=lambda: asyncio.to_thread(trainer.close),
     )
 
 

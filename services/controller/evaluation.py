@@ -64,15 +64,15 @@ class HeldOutSet:
 
 
 def load_sets(settings: RunSettings, renderer: PromptRenderer) -> list[HeldOutSet]:
-    """All configured sets. ConfigError as load_prompts; prompts that are too long, or cannot be shown, are left out
-    with a warning. StorageUnavailableError for an image that cannot be read now.
+    """All configured sets. ConfigError as load_prompts; prompts that are too long, or cannot be shown by the heads of
+    their images' files, are left out with a warning. StorageUnavailableError for an image that cannot be read now.
     """
     sets = []
     for name, section in settings.evaluation.sets.items():
         prompts, images, num_too_long = list[trajectory_pb2.Prompt](), dict[int, tuple[ImageFile, ...]](), 0
         for raw in load_prompts(section.path, settings.data, settings.reward):
             try:
-                prompt = renderer.render(raw, 0)
+                prompt = renderer.render(raw, 0, by_heads=True)  # all of a set before a run begins: opened, minutes
             except InvalidInputError as error:
                 logger.warning("evaluation set %s: a prompt cannot be shown and is left out: %s", name, error.message)
                 continue

@@ -52,7 +52,7 @@ async def _serve(args: ServiceArgs) -> None:
     )
     server = make_server(settings, section, "critic")
     server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(calls), "rolecall.v1.CriticService")
-    await serve_role(args, section, controller_pb2.ROLE_CRITIC, server, calls)
+    await serve_role(args, section, config.model_path(settings), controller_pb2.ROLE_CRITIC, server, calls)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ async def _serve(args: ServiceArgs) -> None:
     server = make_server(settings, section, f"references.{args.worker}", max_age_s=REPLICA_AGE_S)
     servicer = ReferenceServicer(role, calls, instance, f"{args.worker}.{args.incarnation}")
     server.add(reference_pb2_grpc.add_ReferenceServiceServicer_to_server, servicer, "rolecall.v1.ReferenceService")
-    await serve_role(args, section, controller_pb2.ROLE_REFERENCE, server, calls)
+    path = config.model_path(settings, instance)
+    await serve_role(args, section, path, controller_pb2.ROLE_REFERENCE, server, calls)
 
 
 if __name__ == "__main__":

@@ -75,16 +75,16 @@ def _score(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def items_of(settings: RunSettings, file: Path, field: str) -> list[reward_pb2.ScoreItem]:
-    """One item for each response in `file`, with every field that a run would send; a response counts as stopped.
-    ConfigError names a row without one.
+    """One item for each response in `file`, with every field that a run would send; a response counts as stopped, and
+    no image is looked at. ConfigError names a row without one.
     """
     if not file.is_file():
         raise ConfigError(f"FILE: {file} is no file; name one of rows with responses, .jsonl or .parquet")
-    encoder = PromptEncoder.of(settings, ChatTokenizer.of(settings.model))
-    prompts = load_prompts(file, settings.data, settings.reward)
+    encoder = PromptEncoder(ChatTokenizer.of(settings.model))  # an image is the one token of its template
+    prompts = load_prompts(file, settings.data, settings.reward, counts_images=True)
     # as they were written: the field may be that of the prompt or the truth, or one that data.preprocess drops
-    rows = {where: row for _, _, where, row in rows_of(file, "FILE")}
-    return [item for prompt in prompts for item in _items(prompt, rows[prompt.where].get(field), field, encoder)]
+    given = {where: row.get(field) for _, _, where, row in rows_of(file, "FILE")}
+    return [item for prompt in prompts for item in _items(prompt, given[prompt.where], field, encoder)]
 
 
 def _items(prompt: RawPrompt, given: object, field: str, encoder: PromptEncoder) -> list[reward_pb2.ScoreItem]:

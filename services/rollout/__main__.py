@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rolecall import telemetry
+from rolecall.data.images.tokens import image_processor_of
 from rolecall.data.model_files import check_tokenizer
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.rpc.fence import Fence
@@ -165,6 +166,7 @@ def _membership(
         address,
         engine.info.num_weight_ranks,
         on_gpus=bool(config.devices),
+        image_processor=image_processor_of(args.settings, config.model_path),
         launched=launched,
     )
 

@@ -7,12 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 
+from rolecall.data.images.tokens import run_lengths
 from rolecall.reward import Scorer, description, one_by_one
-from services.reward.score import main
+from rolecall.settings import load_settings
+from services.reward.score import items_of, main
 from tests.contract.reward_peers import serving
+from tests.pictures import PAD, write_seeing
 from tests.twins.launched import write_light_config
 
 PARTS = {
@@ -92,6 +98,27 @@ def test_a_terminal_that_lacks_a_letter_is_shown_its_escape_and_a_reader_that_le
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=120)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (1, b"")
+
+
+def test_responses_to_images_are_scored_wherever_the_images_are(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = yaml.safe_load(run_file.read_text())
+    write_seeing(run_file.parent / "seeing")
+    tree["model"]["path"], tree["data"]["images_field"] = "seeing", "images"
+    tree["reward"]["components"] = {"right": {"scorer": {"kind": "exact_match"}}}
+    run_file.write_text(yaml.safe_dump(tree))
+    row = {"prompt": "<image>what?", "ground_truth": "5", "response": "5"}
+    away, broken = row | {"images": ["away.png"]}, row | {"images": [{"bytes": b"no image", "path": None}]}
+    rows = write_rows(run_file.parent, away)
+    parquet = run_file.parent / "responses.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([broken]), parquet)
+    for file in (rows, parquet):
+        assert main([str(file), "--config", str(run_file), "--json"]) == 0
+        assert [score["reward"] for score in json.loads(capsys.readouterr().out)["scores"]] == [1.0]
+    (item,) = items_of(load_settings(run_file), rows, "response")
+    assert run_lengths(np.frombuffer(item.prompt_token_ids, "<i4").tolist(), PAD) == [1]
+    assert (item.messages[0].content, dict(item.metadata)) == ("<image>what?", {})
 
 
 def test_the_truths_of_a_data_set_may_be_scored_as_its_responses(

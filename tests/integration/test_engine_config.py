@@ -1,7 +1,8 @@
 """What vLLM says of a request, and of an engine before it starts: translated, so that nobody asks the same again."""
 
+import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,8 +13,11 @@ from rolecall.v1 import trajectory_pb2
 from services.rollout.config import configure
 from services.rollout.engine import engine_args, engine_config, sampling_params
 from services.rollout.sampling import SampleRequest
+from services.rollout.vllm.image_prompts import NUM_OPENED, ImagePrompts
+from tests.pictures import picture
 from tests.smallest import smallest_tree
 from tests.tiny_models import write_qwen3
+from tests.waiting import until
 
 
 def test_a_request_that_vllm_refuses_is_one_bad_request() -> None:
@@ -42,3 +46,29 @@ def test_what_vllm_refuses_of_an_engine_is_a_configuration_error_of_one_line(tmp
 def test_more_responses_at_a_time_than_vllms_own_step_has_tokens_are_sampled(tmp_path: Path) -> None:
     scheduler = made(tmp_path, max_num_seqs=5000, pause_mode="keep").scheduler_config
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (5000, 5000 + PROBE_ROOM)
+
+
+class SlowRenderer:
+    """Stands for vLLM's: it says how many prompts have their images open, and holds each until it is told."""
+
+    def __init__(self) -> None:
+        self.opened: list[Any] = []
+        self.may_go_on = asyncio.Event()
+
+    async def process_for_engine_async(self, prompt: Any, arrival_time: float) -> dict[str, Any]:
+        self.opened.append(prompt)
+        await self.may_go_on.wait()
+        return {"prompt_token_ids": prompt["prompt_token_ids"], "arrival_time": arrival_time}
+
+
+async def test_the_images_of_few_prompts_are_open_at_a_time_however_many_are_asked_for() -> None:
+    renderer, sampling = SlowRenderer(), trajectory_pb2.SamplingParams()
+    prompts = ImagePrompts(cast(Any, renderer), token_id=9)
+    asked = [SampleRequest(f"{i}/0", [i, 9], sampling, 1, images=[picture(8, 8, i)]) for i in range(2 * NUM_OPENED)]
+    making = [asyncio.ensure_future(prompts.of(request)) for request in asked]
+    await until(lambda: len(renderer.opened) == NUM_OPENED)
+    await asyncio.sleep(0.1)  # in which the others would be opened, too
+    assert len(renderer.opened) == NUM_OPENED
+    renderer.may_go_on.set()
+    made = await asyncio.wait_for(asyncio.gather(*making), 30)
+    assert [prompt["prompt_token_ids"] for prompt in made] == [request.prompt_token_ids for request in asked]

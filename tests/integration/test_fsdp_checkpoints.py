@@ -73,8 +73,15 @@ def test_an_export_has_the_run_s_own_chat_template_in_place_of_all_others(tmp_pa
     config = source / "tokenizer_config.json"
     plain = json.loads(config.read_text())
     config.write_text(json.dumps(plain | {"chat_template": "theirs, for readers that know this place alone"}))
+    # of a processor these two go before chat_template.jinja
+    (source / "chat_template.json").write_text(json.dumps({"chat_template": "theirs, with images"}))
+    processor = {"image_processor": {"patch_size": 4}}
+    whole = source / "processor_config.json"
+    whole.write_text(json.dumps(processor | {"chat_template": "theirs, with images"}))
     save(make_engine(source, chat_template="mine"), tmp_path / "checkpoint")
     model = exported(tmp_path / "checkpoint")
+    assert not (model / "chat_template.json").exists()
+    assert json.loads((model / "processor_config.json").read_text()) == processor
     assert AutoTokenizer.from_pretrained(model).chat_template == "mine"
     assert json.loads((model / "tokenizer_config.json").read_text()) == plain
 

@@ -74,6 +74,16 @@ def test_the_check_of_vllm_passes_on_cpus(tmp_path: Path) -> None:
     assert "tokens compared with the trainer" in line["figures"]
 
 
+@pytest.mark.vision
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("check", [25, 26])
+def test_the_checks_of_images_pass_beside_vllm_on_cpus(check: int, tmp_path: Path) -> None:
+    assert main(["--part", "6", "--out", str(tmp_path), "--dry", "--only", str(check)]) == 0
+    (line,) = json.loads((tmp_path / "part-6.json").read_text())["checks"]
+    assert line["verdict"] == "passed"
+    assert "weights 2, vLLM against trainer, mean" in line["figures"]
+
+
 def test_shares_of_a_device_are_of_its_own_time_alone() -> None:
     def event(key: str, host_us: float, device_us: float) -> SimpleNamespace:
         totals = {"self_cpu_time_total": host_us, "cpu_time_total": host_us}
@@ -91,8 +101,8 @@ def test_shares_of_a_device_are_of_its_own_time_alone() -> None:
 
 
 def test_every_check_has_its_place_and_a_part_fits_into_its_time() -> None:
-    assert [check.number for check in CATALOGUE] == list(range(1, 25))
-    assert all(sum(check.budget_s for check in part(number)) <= PART_S for number in (1, 2, 3, 4, 5))
+    assert [check.number for check in CATALOGUE] == list(range(1, 27))
+    assert all(sum(check.budget_s for check in part(number)) <= PART_S for number in (1, 2, 3, 4, 5, 6))
 
 
 @pytest.mark.thorough("test_a_check_passes_on_cpus")

@@ -2,6 +2,7 @@
 of a checkpoint once the store is lost.
 """
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,17 @@ async def test_images_reach_the_engine_the_rows_and_nobody_s_text(tmp_path: Path
     lines = [json.loads(line) for line in (run.settings.run.dir / "samples.jsonl").read_text().splitlines()]
     assert {line["prompt"][-1][1] for line in lines} == {"<image>?", "<image> or <image>?"}
     assert all(len(json.dumps(line)) < 2000 for line in lines)
+
+
+async def test_a_rollout_with_another_image_processor_is_refused_by_file_and_remedy(
+    tmp_path: Path, light_run: LightRun
+) -> None:
+    async with see(tmp_path, light_run) as run, run.controller():
+        processor = tmp_path / "model" / "preprocessor_config.json"  # as in another copy of the directory
+        processor.write_text(json.dumps(json.loads(processor.read_text()) | {"image_mean": [0.5, 0.5, 0.5]}))
+        async with run.rollout("rollout-0", engine=Eyes()):
+            with pytest.raises(ConfigError, match=r"rollout-0 makes other pixels .* another preprocessor_config\.json"):
+                await asyncio.wait_for(run.memberships["rollout-0"].joined(), 30)
 
 
 def noted(run: TwinRun) -> list[trajectory_pb2.Prompt]:

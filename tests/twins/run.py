@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from rolecall.checkpoint.storage import open_storage
+from rolecall.data.images.tokens import image_processor_of
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.reward import SERVICE_NAME as REWARD_SERVICE
 from rolecall.reward import Scorer, description, one_by_one
@@ -228,6 +229,7 @@ class TwinRun:
             incarnation,
             address,
             num_weight_ranks=1,
+            image_processor=image_processor_of(self.settings, self.settings.model.path),
             launched=True,  # it lives until the context ends, also when one of several lives of the run is over
         )
         self.memberships[worker] = membership

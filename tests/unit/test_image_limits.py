@@ -1,5 +1,6 @@
 """What `rolecall check` says of models of text and images, and what it refuses before anything starts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,12 @@ def test_critics_and_references_must_see_what_the_policy_sees(
     write_image_processor(other, "qwen2_5_vl", patch=4, max_tokens=16)
     gae = {"groups_per_batch": 2, "advantage": {"kind": "gae"}}
     with pytest.raises(ConfigError, match=r"critic.path \S+ takes other tokens for an image than model.path"):
+        lines(shown(make_settings, vision, algorithm=gae, critic={"path": str(other)}))
+    processor = other / "preprocessor_config.json"
+    processor.write_bytes((vision / processor.name).read_bytes())
+    lines(shown(make_settings, vision, algorithm=gae, critic={"path": str(other)}))
+    processor.write_text(json.dumps(json.loads(processor.read_text()) | {"image_std": [0.5, 0.25, 0.5]}))
+    with pytest.raises(ConfigError, match=r"critic.path \S+ is given other pixels of an image than model.path"):
         lines(shown(make_settings, vision, algorithm=gae, critic={"path": str(other)}))
     lines(shown(make_settings, vision, algorithm=REFERENCE, references={"ref": {}}))
 

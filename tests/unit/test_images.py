@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import random
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,17 +17,19 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 from pydantic import ValidationError
 
 from rolecall.commands.check import check
 from rolecall.data.dataset import PARQUET_ROWS, RawPrompt, load_prompts, read_rows
 from rolecall.data.engine_limits import check_engine
-from rolecall.data.images.files import MAX_BYTES, open_image
+from rolecall.data.images.files import MAX_BYTES, image_size, open_image
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.images.tokens import (
     VisualTokens,
     collapsed,
+    read_processor_digest,
     read_visual_tokens,
     require_visual_tokens,
     run_lengths,
@@ -53,6 +56,8 @@ from tests.waiting import until
 
 ELSEWHERE = RewardSection(address="scorer:1")
 TOKENS = VisualTokens(PAD, 4, 2, 64, 4096)
+ORIENTATION = 0x0112
+"""EXIF's tag of it."""
 
 
 def section(path: Path, **fields: Any) -> DataSection:
@@ -124,6 +129,26 @@ def test_the_tokens_of_a_model_are_read_from_the_files_that_its_processor_is_rea
     own = {"image_processor": {"patch_size": 4, "size": {"shortest_edge": 128, "longest_edge": 256}}}
     (tmp_path / "processor_config.json").write_text(json.dumps(own))
     assert read_visual_tokens(tmp_path) == VisualTokens(PAD, 4, 2, 128, 256)
+
+
+def test_a_processor_is_told_from_another_by_what_it_makes_of_an_image(tmp_path: Path) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    def digest(**processor: Any) -> str:
+        return read_processor_digest(write_seeing(tmp_path, **processor))
+
+    whole: Any = Qwen2VLImageProcessorPil.from_pretrained(write_seeing(tmp_path)).to_dict()
+    assert digest(image_mean=None) == digest(**whole), "what a file leaves out stands as the library has it"
+    others: list[dict[str, Any]] = [
+        {"image_mean": [0.5, 0.5, 0.5]},
+        {"image_std": [0.5, 0.5, 0.5]},
+        {"resample": 2},
+        {"rescale_factor": 1 / 127.5},
+        {"do_rescale": False},
+        {"do_normalize": False},
+        {"max_pixels": 1024},
+    ]
+    assert len({digest(), *(digest(**other) for other in others)}) == 1 + len(others)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +230,54 @@ def test_an_image_is_opened_upright_on_white_and_in_three_colors() -> None:
     assert open_image(gray.getvalue()).getpixel((1, 1)) == (7, 7, 7)
 
 
+def with_exif(image: Image.Image, *tags: tuple[int, int, bytes]) -> bytes:
+    """A JPEG of `image`, with EXIF tags of one value each: (tag, type, 4 bytes)."""
+    head = b"Exif\0\0II" + struct.pack("<HLH", 42, 8, len(tags))
+    body = b"".join(struct.pack("<HHL", tag, kind, 1) + value for tag, kind, value in tags)
+    file = io.BytesIO()
+    image.save(file, "JPEG", exif=head + body + bytes(4))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_an_image_is_turned_as_pillow_turns_it(orientation: int) -> None:
+    file = with_exif(Image.open(io.BytesIO(picture(24, 16))), (ORIENTATION, 3, struct.pack("<HH", orientation, 0)))
+    opened = open_image(file)
+    for again in (ImageOps.exif_transpose(Image.open(io.BytesIO(file))), ImageOps.exif_transpose(opened)):
+        assert (again.size, again.tobytes()) == (opened.size, opened.tobytes())
+
+
+def test_an_image_beside_whose_pixels_something_cannot_be_read_is_shown() -> None:
+    sideways = (ORIENTATION, 3, struct.pack("<HH", 6, 0))
+    plain = Image.new("RGB", (4, 2), (200, 0, 0))
+    negative_width = (0x0100, 9, struct.pack("<l", -1))  # which Pillow reads and cannot write
+    assert open_image(with_exif(plain, sideways, negative_width)).size == (2, 4)
+    words = PngInfo()
+    words.add_text("Raw profile type exif", "\nexif\n   8\n4949zz00\n")
+    file = io.BytesIO()
+    plain.save(file, "PNG", pnginfo=words)
+    assert open_image(file.getvalue()).size == (4, 2)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P"])
+def test_what_is_half_transparent_is_mixed_with_white(mode: str) -> None:
+    alpha = Image.linear_gradient("L").resize((16, 16))
+    image = Image.open(io.BytesIO(picture(16, 16))).convert("L").convert("RGB")
+    if mode == "P":
+        image = image.quantize(16)
+        image.info["transparency"] = bytes(range(0, 256, 16))
+    else:
+        image.putalpha(alpha)
+        image = image.convert(mode)
+    file = io.BytesIO()
+    image.save(file, "TIFF" if mode == "PA" else "PNG")
+    opened = Image.open(io.BytesIO(file.getvalue())).convert("RGBA")
+    white = Image.new("RGBA", opened.size, "white")
+    white.alpha_composite(opened)
+    difference = np.asarray(open_image(file.getvalue()), int) - np.asarray(white.convert("RGB"), int)
+    assert np.abs(difference).max() <= 1, "a level, by rounding"
+
+
 @pytest.mark.parametrize("data", [b"no image", b"", picture(40, 40)[:200], picture(40, 40, kind="JPEG")[:-300]])
 def test_what_is_no_whole_image_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidInputError, match="an image cannot be read"):
@@ -233,6 +306,28 @@ def test_an_image_of_too_many_pixels_is_refused_before_they_are_there() -> None:
         InvalidInputError, match="an image of 8193 x 8192 pixels has more than 67108864; make it smaller"
     ):
         open_image(head)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_the_head_of_a_file_tells_as_many_tokens_as_its_pixels(kind: str, tmp_path: Path) -> None:
+    encode = encoder(tmp_path / "model").encode
+    for number, (width, height) in enumerate([(36, 20), (20, 37), (700, 90), (1, 3), (90, 700)]):
+        turned = Image.new("RGB", (width, height))
+        exif = turned.getexif()
+        exif[0x0112] = 6  # to be turned by 90 degrees
+        turned.save(tmp_path / f"{number}.x", kind, exif=exif)
+        path = write(tmp_path / "p.jsonl", {"prompt": "<image>", "images": [f"{number}.x"]})
+        (raw,) = load(path)
+        assert encode(raw, by_heads=True) == encode(raw)
+
+
+def test_a_file_that_is_broken_behind_its_head_is_measured_and_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture(40, 40)[:200])
+    path = write(tmp_path / "p.jsonl", {"prompt": "<image>", "images": ["a.png"]})
+    ids, _ = encoder(tmp_path / "model").encode(load(path)[0], by_heads=True)
+    assert ids.count(PAD) > 1
+    with pytest.raises(InvalidInputError, match="an image cannot be read"):
+        image_size(b"no image")
 
 
 # --- rows -------------------------------------------------------------------------------------------
@@ -446,8 +541,10 @@ def test_an_image_that_cannot_be_read_now_is_waited_for(
     assert prompts.cursor.num_unshown == 0
 
 
-def test_a_held_out_set_keeps_no_files(tmp_path: Path, make_settings: Callable[..., RunSettings]) -> None:
-    (tmp_path / "a.png").write_bytes(picture(36, 20))
+def test_a_held_out_set_keeps_no_files_and_opens_none(
+    tmp_path: Path, make_settings: Callable[..., RunSettings]
+) -> None:
+    (tmp_path / "a.png").write_bytes(picture(36, 20)[:200])  # whole as far as its head: all that is looked at
     write(
         tmp_path / "held.jsonl",
         {"prompt": "say", "ground_truth": "1"},

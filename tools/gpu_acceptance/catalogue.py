@@ -1,4 +1,4 @@
-"""The 24 checks: where each is found, to which part it belongs and how long it may take. Imports nothing heavy."""
+"""The 26 checks: where each is found, to which part it belongs and how long it may take. Imports nothing heavy."""
 
 from dataclasses import dataclass
 
@@ -46,6 +46,8 @@ CATALOGUE = (
     Check(22, 4, "weights to a second process without NCCL; deltas", f"{_CHECKS}.published:check_host_ways", 150),
     Check(23, 5, "vLLM beside the trainer", f"{_CHECKS}.rollout:check_engine", 270),
     Check(24, 5, "whole run with vLLM on one GPU", f"{_CHECKS}.rollout:check_run", 250),
+    Check(25, 6, "images: Qwen2.5-VL beside vLLM", f"{_CHECKS}.images:check_qwen2_5_vl", 260),
+    Check(26, 6, "images: Qwen3-VL beside vLLM", f"{_CHECKS}.images:check_qwen3_vl", 260),
 )
 
 

@@ -42,7 +42,7 @@ KV_CACHE_BYTES = 32 * 2**30
 _RUNNING_S = 60.0
 """Longest wait for requests to be under way."""
 _POLL_S = 0.01
-_MOST_MISMATCH = 0.05
+MOST_MISMATCH = 0.05
 """Nats that trainer and sampler may differ by in the mean over sampled tokens: LEAST_BOUND of the publish probe."""
 
 
@@ -50,22 +50,22 @@ def check_engine(found: Findings, folder: Path) -> None:
     """A 0.6B of random weights that come from the trainer's engine: what vLLM computes with them, how fast, and whether
     it can be paused with requests in flight, put to sleep and woken.
     """
-    _require_vllm()
+    require_vllm()
     stage = Stage.of(found, folder)
     path = write_zeros(folder / "model", stage.config("0.6B", head_dim=stage.pick(128, 32)))
     trainer = make_engine(stage, path, dtype=stage.pick("bfloat16", "float32"), optimizer=None)
-    config = _config(stage, path)
+    config = config_of(stage, path)
     os.environ.update(start_environment(config))
-    asyncio.run(_check_engine(_Pair(stage, trainer, config)))
+    asyncio.run(_check_engine(Pair(stage, trainer, config)))
 
 
-def _require_vllm() -> None:
+def require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise SkippedCheckError("vLLM is not installed")
 
 
-def _config(stage: Stage, model: Path) -> RolloutConfig:
-    """As of a run whose trainer and rollout share the first GPU, by whose settings vLLM can sleep."""
+def config_of(stage: Stage, model: Path, *more: str) -> RolloutConfig:
+    """As of a run whose trainer and rollout share the first GPU, by whose settings vLLM can sleep; `more` settings."""
     length = stage.pick(512, 16)
     overrides = [
         f"model.path={model}",
@@ -76,12 +76,13 @@ def _config(stage: Stage, model: Path) -> RolloutConfig:
         f"rollout.kv_cache_bytes={stage.pick(KV_CACHE_BYTES, 2**26)}",
         "rollout.pause_mode=keep_cache",
         *stage.pick(("actor.devices=[0]", "rollout.devices=[[0]]"), ()),
+        *more,
     ]
     config = configure(load_settings(HERE / "task.yaml", overrides), "rollout-0", machine_cores())
     return replace(config, eos_token_ids=())  # every response has all its tokens
 
 
-class _Pair:
+class Pair:
     """The trainer's engine and vLLM's, with a channel from the one to the other."""
 
     engine: "VllmEngine"
@@ -92,7 +93,7 @@ class _Pair:
         self.root = Root(stage, "shared")
         self.manifest = build_manifest(trainer.named_weights(), BUCKET_BYTES)
         self.rng = np.random.default_rng(0)
-        self.vocab = trainer.config.vocab_size
+        self.vocab = trainer.config.get_text_config().vocab_size
         self._num_sampled = 0
 
     async def join(self) -> None:
@@ -152,11 +153,11 @@ class _Pair:
             gaps.append(np.abs(logprobs_T[len(prompt) :] - sample.logprobs))
         gap = np.concatenate(gaps)
         self.found.figure("tokens compared with the trainer", gap.size)
-        self.found.at_most("mismatch, mean", float(gap.mean()), _MOST_MISMATCH)
+        self.found.at_most("mismatch, mean", float(gap.mean()), MOST_MISMATCH)
         self.found.figure("mismatch, max", float(gap.max()))
 
 
-async def _check_engine(pair: _Pair) -> None:
+async def _check_engine(pair: Pair) -> None:
     from services.rollout.engine import VllmEngine  # after its environment is set
 
     found, stage = pair.found, pair.stage
@@ -186,7 +187,7 @@ async def _check_engine(pair: _Pair) -> None:
         pair.root.close()
 
 
-async def _publish_in_flight(pair: _Pair, mode: PauseMode) -> None:
+async def _publish_in_flight(pair: Pair, mode: PauseMode) -> None:
     """Responses go on under new weights, and say which tokens are of which."""
     before, sampled = pair.root.version, pair.sample(pair.stage.pick(64, 2))
     give_up_at = time.monotonic() + _RUNNING_S
@@ -206,7 +207,7 @@ async def _publish_in_flight(pair: _Pair, mode: PauseMode) -> None:
     pair.found.require(f"{mode.value}: spans do not cover the responses", covered)
 
 
-async def _sleep(pair: _Pair) -> None:
+async def _sleep(pair: Pair) -> None:
     """Level 2: weights are dropped, and come again over the channel."""
     found, engine = pair.found, pair.engine
     await engine.pause(PauseMode.KEEP)
@@ -228,7 +229,7 @@ async def _sleep(pair: _Pair) -> None:
 
 def check_run(found: Findings, folder: Path) -> None:
     """The quickstart, actor and rollout in shifts on one GPU."""
-    _require_vllm()
+    require_vllm()
     work = folder / "work"
     place = () if found.dry else ("--model.dtype=bfloat16", "--actor.devices=[0]", "--rollout.devices=[[0]]")
     steps = f"--run.num_steps={NUM_STEPS}", "--evaluation.every_steps=100"
@@ -243,7 +244,7 @@ def check_run(found: Findings, folder: Path) -> None:
     found.figure("s until the first weights were sampled", rows[0]["time_s"])
     for name in ("time/step_s", "time/train_s", "publish/time_s", "shift/to_training_s", "shift/to_sampling_s"):
         _figure(found, name, told)
-    found.at_most("actor/mismatch_mean", max(step["actor/mismatch_mean"] for step in told), _MOST_MISMATCH)
+    found.at_most("actor/mismatch_mean", max(step["actor/mismatch_mean"] for step in told), MOST_MISMATCH)
     accuracies = [row[EVALUATION] for row in rows if EVALUATION in row]
     found.figure("held-out accuracy before", accuracies[0])
     found.at_least("held-out accuracy after", accuracies[-1], 0.5)

@@ -6,7 +6,8 @@ becomes of these is the image processor's of the model directory.
 
 import io
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +23,8 @@ MAX_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of a prompt's images together: an evaluation sends them in one message, beside the text."""
 
 MAX_PIXELS = 2**26
-"""Most pixels of an image: opened it has 3 or 4 bytes for each, twice while they are converted. Below it Pillow warns
-of none.
+"""Most pixels of an image. One that is opened has 4 bytes for each, twice while it is turned or converted: 512 MiB at
+most, and for WebP, whose decoder keeps two frames, as much again. Below it Pillow warns of none.
 """
 _SHOWN = 100
 """Most characters that a complaint shows of a path."""
@@ -74,11 +75,13 @@ class ImageFile:
         return data
 
 
-def read_images(value: object, folder: Path, where: str) -> tuple[ImageFile, ...]:
-    """The images in a field of a row: a list, or one alone, of paths from `folder` and {bytes, path}. ConfigError says
-    what is wrong at `where`.
+def read_images(value: object, folder: Path | None, where: str) -> tuple[ImageFile, ...]:
+    """The images in a field of a row: a list, or one alone, of paths from `folder` and {bytes, path}. Without `folder`
+    they are only counted, and empty. ConfigError says what is wrong at `where`.
     """
     given = [] if value is None else value if isinstance(value, list) else [value]
+    if folder is None:
+        return (ImageFile(0),) * len(given)
     images = tuple(_image(each, folder, f"{where}, image {number}") for number, each in enumerate(given, 1))
     num_bytes = sum(image.num_bytes for image in images)
     if num_bytes > MAX_BYTES:
@@ -115,26 +118,51 @@ def open_image(data: bytes) -> "Image":
     """The pixels of a file, RGB, upright, on white where it is transparent, of its first frame. InvalidInputError where
     it holds none, more than MAX_PIXELS, or numbers that are no colours of 8 bits.
     """
-    from PIL import Image, ImageOps  # for those alone who open one
+    from PIL import Image  # for those alone who open one
 
+    with _in_words():
+        image = _by_head(data)
+        image.load()
+        image = _upright(image)
+        if image.has_transparency_data:
+            if image.mode != "RGBA":
+                image = image.convert("RGBA")
+            shown = Image.new("RGB", image.size, "white")
+            shown.paste(image, mask=image)
+        else:
+            shown = image.convert("RGB")
+    shown.info.clear()  # its orientation, for one, which it no longer has
+    return shown
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """The sides of the image in a file, which `open_image` may turn, by the file's head alone. No pixel is computed,
+    and what is broken behind the head is not found. InvalidInputError as `open_image`.
+    """
+    with _in_words():
+        return _by_head(data).size
+
+
+def _by_head(data: bytes) -> "Image":
+    """An image of which Pillow has read the head alone. No context manager: that would keep what is replaced later."""
+    from PIL import Image  # for those alone who open one
+
+    image: Image.Image = Image.open(io.BytesIO(data))
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise InvalidInputError(f"an image of {width} x {height} pixels has more than {MAX_PIXELS}; make it smaller")
+    if image.mode.startswith(("I", "F")):  # what is above 255 would become white, or floats up to 1 black
+        raise InvalidInputError(
+            f"an image has pixels of mode {image.mode}, of 16 or 32 bits in one channel; convert it to 8 bits"
+        )
+    return image
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """InvalidInputError for whatever Pillow raises within."""
     try:
-        with Image.open(io.BytesIO(data)) as opened:
-            width, height = opened.size
-            if width * height > MAX_PIXELS:
-                raise InvalidInputError(
-                    f"an image of {width} x {height} pixels has more than {MAX_PIXELS}; make it smaller"
-                )
-            if opened.mode.startswith(("I", "F")):  # what is above 255 would become white, or floats up to 1 black
-                raise InvalidInputError(
-                    f"an image has pixels of mode {opened.mode}, of 16 or 32 bits in one channel; convert it to 8 bits"
-                )
-            ImageOps.exif_transpose(opened, in_place=True)
-            image: Image.Image = opened
-            if image.has_transparency_data:
-                shown = image.convert("RGBA")
-                image = Image.new("RGBA", shown.size, "white")
-                image.alpha_composite(shown)
-            return image.convert("RGB")
+        yield
     except InvalidInputError:
         raise
     except Exception as error:  # the entry point of a reader that answers odd files with errors of every kind
@@ -142,3 +170,24 @@ def open_image(data: bytes) -> "Image":
             f"an image cannot be read ({type(error).__name__}: {error}); give a PNG, JPEG or another file that Pillow "
             "reads, whole"
         ) from error
+
+
+def _upright(image: "Image") -> "Image":
+    """`image` turned as its file says; as it is where nothing readable says so."""
+    from PIL.ExifTags import Base
+    from PIL.Image import Transpose
+
+    turns: dict[object, Transpose] = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    try:
+        turn = turns.get(image.getexif().get(Base.Orientation))
+    except Exception:  # the entry point of a reader, as above: pixels that are whole are shown, whatever stands beside
+        return image
+    return image if turn is None else image.transpose(turn)

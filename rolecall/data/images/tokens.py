@@ -7,15 +7,18 @@ The arithmetic is that of transformers' Qwen2VLImageProcessor, which both famili
 library's imports torch, and takes seconds, where a controller counts tokens; a test holds it to the library's.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.settings import RunSettings
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 """Values of model_type of models whose prompts may show images."""
@@ -23,6 +26,16 @@ _PROCESSOR = "Qwen2VLImageProcessor"
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 """The processor's `size` where its configuration has none."""
+_PIXELS = {
+    "resample": 3,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "temporal_patch_size": 2,
+}
+"""What else of the processor's configuration says what becomes of an image, and what stands where it does not."""
 _MAX_RATIO = 200
 """Greatest ratio of an image's sides that the processor takes."""
 
@@ -150,6 +163,23 @@ def require_visual_tokens(path: Path, asked_by: str = "data.images_field") -> Vi
             f"remove {asked_by}"
         )
     return tokens
+
+
+def read_processor_digest(path: Path, setting: str = "model.path") -> str:
+    """Hex digest of what the image processor of the model in directory `path` makes of an image: its tokens and their
+    pixels, however its files are written. ConfigError as `read_visual_tokens`.
+    """
+    given = _processor(path, setting)
+    pixels = {name: default if given.get(name) is None else given[name] for name, default in _PIXELS.items()}
+    tokens = read_visual_tokens(path, setting)
+    return hashlib.sha256(json.dumps([tokens and asdict(tokens), pixels]).encode()).hexdigest()
+
+
+def image_processor_of(settings: RunSettings, path: Path) -> str:
+    """The digest that a role of the run says of its model directory `path` when it joins; empty where prompts show no
+    images.
+    """
+    return "" if settings.data.images_field is None else read_processor_digest(path)
 
 
 def _edges(processor: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@
 --   versions       hash    policy version -> '<step> <digest> <ctl>', attested ones only
 --   rates          hash    prompt uid -> '<gid> <success rate>': the rate after that group; only with a curriculum
 --   garbage        hash    'group:<gid>' or 'batch:<lineage>.<step>' -> message that names rows nobody reads any more, until they are deleted
---   dead, history  streams dead letters (gid, reason, error, last_error, group); transitions (gid, event and what belongs to it, see rolecall/store/history.py).
+--   dead, history  streams dead letters (gid, reason, error, last_error); transitions (gid, event and what belongs to it, see rolecall/store/history.py).
 --                          The first half of an id is the server's time in milliseconds. Drained to files, then deleted
 --
 -- Delivery: at least once, committed once. A claim is a pending entry of the consumer group; its token, the fence, is (consumer, delivery

@@ -11,10 +11,9 @@ if not state or state == 'dropped' or state == 'trained' then
   return {'DONE'}
 end
 if state == 'sealed' then return {'STATE', 'group ' .. gid .. ' is sealed into batch ' .. redis.call('HGET', key, 'batch')} end
-local prompt, last_error = '', redis.call('HGET', key, 'error') or ''
+local last_error = redis.call('HGET', key, 'error') or ''
 if state == 'admitted' then
   local entry = redis.call('HGET', key, 'entry')
-  prompt = entry_fields(prompts, entry).group
   redis.call('XACK', prompts, 'rollout', entry)
   redis.call('XDEL', prompts, entry)
   redis.call('HDEL', suspects, entry)
@@ -27,7 +26,7 @@ redis.call('ZREM', live, gid)
 redis.call('DEL', key)
 redis.call('HINCRBY', run, 'dropped:' .. ARGV[3], 1)
 if ARGV[4] ~= '' then
-  redis.call('XADD', dead, '*', 'gid', gid, 'reason', ARGV[3], 'error', ARGV[4], 'last_error', last_error, 'group', prompt)
+  redis.call('XADD', dead, '*', 'gid', gid, 'reason', ARGV[3], 'error', ARGV[4], 'last_error', last_error)
   local failed = (redis.call('HGET', run, 'failed:' .. ARGV[3]) or '') .. gid .. ' '
   if select(2, string.gsub(failed, ' ', '')) > FAILURES then failed = string.gsub(failed, '^%S+ ', '') end
   redis.call('HSET', run, 'failed:' .. ARGV[3], failed)

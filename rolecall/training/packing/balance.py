@@ -11,6 +11,7 @@ of the other, repeat until one vector is left.
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -50,19 +51,84 @@ def fill(costs: Sequence[float], sizes: Sequence[int], *, capacity: int, num_bin
 
     Where none has room another bin is added. What is larger than a bin goes alone. The costliest bin comes first.
     """
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads, free = np.zeros(num_bins), np.full(num_bins, capacity)
+    bins = _Bins(costs, sizes, capacity, num_bins)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        size = min(sizes[index], capacity)
-        chosen = int(np.where(free >= size, loads, np.inf).argmin()) if bins else 0
-        if not bins or free[chosen] < size:
-            chosen = len(bins)
-            bins.append([])
-            loads, free = np.append(loads, 0.0), np.append(free, capacity)
-        bins[chosen].append(index)
-        loads[chosen] += costs[index]
-        free[chosen] -= size
-    return [bins[i] for i in np.argsort(-loads, kind="stable")]
+        bins.put(index, bins.cheapest(index))
+    return bins.costliest_first()
+
+
+def fill_by_group(
+    costs: Sequence[float], sizes: Sequence[int], groups: Sequence[int], *, capacity: int, num_bins: int
+) -> list[list[int]]:
+    """Bins as those of `fill`, of which few have items of the same group; `groups` has that of each item.
+
+    The largest group comes first. It goes to the fullest bin that can take all of it within a bin's share of the cost;
+    else to the cheapest, as far as that has room and costs no more than its share, and on to the next. Where that takes
+    more than num_bins, bins are filled as far as they have room, whatever they cost.
+    """
+    share = sum(costs) / max(num_bins, 1)
+    bins = _by_group(_Bins(costs, sizes, capacity, num_bins), sizes, groups, share)
+    if len(bins.members) > num_bins:
+        bins = _by_group(_Bins(costs, sizes, capacity, num_bins), sizes, groups, math.inf)
+    return bins.costliest_first()
+
+
+def _by_group(bins: "_Bins", sizes: Sequence[int], groups: Sequence[int], most: float) -> "_Bins":
+    """Fills `bins` with groups, none up to a cost of more than `most`."""
+    members: dict[int, list[int]] = {}
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        members.setdefault(groups[index], []).append(index)
+    for left in sorted(members.values(), key=lambda group: -sum(sizes[i] for i in group)):
+        while left:
+            chosen = bins.fullest(left, most)
+            chosen = bins.cheapest(left[0]) if chosen is None else chosen
+            for number, index in enumerate(left):
+                if not number or bins.takes(index, chosen, most):
+                    bins.put(index, chosen)
+            taken = set(bins.members[chosen])
+            left = [index for index in left if index not in taken]
+    return bins
+
+
+class _Bins:
+    """Bins that are being filled."""
+
+    def __init__(self, costs: Sequence[float], sizes: Sequence[int], capacity: int, num_bins: int) -> None:
+        self.members: list[list[int]] = [[] for _ in range(num_bins)]
+        self._costs, self._sizes = costs, [min(size, capacity) for size in sizes]
+        self._capacity = capacity
+        self._loads, self._free = np.zeros(num_bins), np.full(num_bins, capacity)
+
+    def cheapest(self, index: int) -> int:
+        """The cheapest bin with room for an item; another one where none has."""
+        size = self._sizes[index]
+        chosen = int(np.where(self._free >= size, self._loads, np.inf).argmin()) if self.members else 0
+        if self.members and self._free[chosen] >= size:
+            return chosen
+        self.members.append([])
+        self._loads, self._free = np.append(self._loads, 0.0), np.append(self._free, self._capacity)
+        return len(self.members) - 1
+
+    def fullest(self, indices: Sequence[int], most: float) -> int | None:
+        """The costliest bin that has room for all items and then costs no more than `most`, if there is one."""
+        size, cost = sum(self._sizes[i] for i in indices), sum(self._costs[i] for i in indices)
+        able = np.flatnonzero((self._free >= size) & (self._loads + cost <= (1 + EVEN) * most))
+        return int(able[self._loads[able].argmax()]) if len(able) else None
+
+    def takes(self, index: int, chosen: int, most: float) -> bool:
+        """Whether a bin has room for an item and comes nearer to `most` by it."""
+        has_room = bool(self._free[chosen] >= self._sizes[index])
+        return has_room and bool(self._loads[chosen] + self._costs[index] / 2 <= (1 + EVEN) * most)
+
+    def put(self, index: int, chosen: int) -> None:
+        """Adds an item to a bin."""
+        self.members[chosen].append(index)
+        self._loads[chosen] += self._costs[index]
+        self._free[chosen] -= self._sizes[index]
+
+    def costliest_first(self) -> list[list[int]]:
+        """The items of each bin."""
+        return [self.members[i] for i in np.argsort(-self._loads, kind="stable")]
 
 
 def _difference(costs: Array, num_parts: int) -> Array:

@@ -32,7 +32,9 @@ from rolecall.v1.trajectory_pb2 import Images
 from rolecall.wire import Array
 
 NUM_THREADS = 4
-"""Images that a rank reads at a time; one takes 0.1 ms of a core for each of its tokens."""
+"""Images that a rank reads at a time; one takes 0.1 ms of a core for each of its tokens, and the memory that MAX_PIXELS
+(rolecall/data/images/files.py) says.
+"""
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,15 @@ from itertools import groupby
 import numpy as np
 
 from rolecall.training.account.flops import CostModel
-from rolecall.training.packing.balance import fill, partition
+from rolecall.training.packing.balance import fill, fill_by_group, partition
 from rolecall.training.packing.pieces import Piece, whole
 from rolecall.wire import Array
 
 SLOWER = 0.02
 """Share of the time that rows spread one by one would take, which may be given for keeping prompts together."""
+
+_Microbatches = Sequence[Sequence[Sequence[int]]]
+"""[rank][microbatch] -> indices of pieces."""
 
 
 @dataclass(frozen=True)
@@ -108,19 +111,29 @@ def plan_pieces(
 
 
 def cut_microbatches(
-    parts: Sequence[Sequence[Sequence[int]]], num_tokens: Sequence[int], costs: Array, token_budget: int
+    parts: Sequence[Sequence[Sequence[int]]],
+    num_tokens: Sequence[int],
+    costs: Array,
+    token_budget: int,
+    prompts: Sequence[int] | None = None,
 ) -> list[tuple[tuple[int, ...], ...]]:
     """Cuts what each rank has, in units that stay together, into microbatches of at most token_budget tokens, equally
     many on every rank; a unit of more tokens goes alone.
 
     They are as few as all ranks need, of nearly equal cost within a rank, and the costliest come first: ranks wait for
-    each other in every microbatch.
+    each other in every microbatch. `prompts`: by index, the prompt that units begin with, which those of a few
+    microbatches then do.
     """
     sizes = [[sum(num_tokens[index] for index in unit) for unit in part] for part in parts]
     loads = [[float(costs[list(unit)].sum()) for unit in part] for part in parts]
     num = max(1, *(-(-sum(min(tokens, token_budget) for tokens in size) // token_budget) for size in sizes))
     while True:
-        cut = [fill(load, size, capacity=token_budget, num_bins=num) for load, size in zip(loads, sizes, strict=True)]
+        cut = [
+            fill(load, size, capacity=token_budget, num_bins=num)
+            if prompts is None
+            else fill_by_group(load, size, [prompts[u[0]] for u in part], capacity=token_budget, num_bins=num)
+            for part, load, size in zip(parts, loads, sizes, strict=True)
+        ]
         most = max(map(len, cut))
         if most == num:
             return [
@@ -138,27 +151,49 @@ def _spread(
     world_size: int,
 ) -> list[tuple[tuple[int, ...], ...]]:
     """The microbatches of each rank for a mini-batch of `runs` of rows that answer one prompt, each the indices of its
-    pieces: of the most rows together that cost the ranks no more than SLOWER, and no microbatch more.
+    pieces: of the most rows together that cost the ranks no more than SLOWER, and no microbatch more. Of two such, the
+    one in which prompts are computed fewer times.
     """
+    prompts = [-1] * len(num_tokens)
+    for number, run in enumerate(runs):
+        for index in (index for row in run for index in row):
+            prompts[index] = number
 
-    def spread(most: int) -> list[tuple[tuple[int, ...], ...]]:
+    def shared(most: int) -> list[list[Sequence[int]]]:
         bundles = [bundle for run in runs for bundle in _bundles(run, most, num_tokens, token_budget)]
         loads = [float(sum(costs[row].sum() for row in bundle)) for bundle in bundles]
-        parts = [[unit for at in part for unit in _units(bundles[at])] for part in partition(loads, world_size)]
-        return cut_microbatches(parts, num_tokens, costs, token_budget)
+        return [[unit for at in part for unit in _units(bundles[at])] for part in partition(loads, world_size)]
 
-    def seconds(microbatches: Sequence[Sequence[Sequence[int]]]) -> float:
+    def seconds(microbatches: _Microbatches) -> float:
         """Returns the cost of the costliest rank in every microbatch: the others wait for it."""
         return sum(
             max(float(costs[list(each)].sum()) for each in at_once) for at_once in zip(*microbatches, strict=True)
         )
 
-    one_by_one = spread(1)
+    def num_computed(microbatches: _Microbatches) -> int:
+        """Counts the prompts of every microbatch, on the rank that has most of them there."""
+        return sum(
+            max(len({prompts[index] for index in each}) for each in at_once)
+            for at_once in zip(*microbatches, strict=True)
+        )
+
+    one_by_one = cut_microbatches(shared(1), num_tokens, costs, token_budget)
     most = max(map(len, runs), default=1)
-    while most > 1:
-        together = spread(most)
-        if len(together[0]) <= len(one_by_one[0]) and seconds(together) <= (1 + SLOWER) * seconds(one_by_one):
-            return together
+    if most == 1:
+        return one_by_one
+    while most:
+        parts = shared(most)
+        apart = [[(index,) for unit in part for index in unit] for part in parts]
+        found = [
+            together
+            for together in (
+                cut_microbatches(parts, num_tokens, costs, token_budget),
+                cut_microbatches(apart, num_tokens, costs, token_budget, prompts),
+            )
+            if len(together[0]) <= len(one_by_one[0]) and seconds(together) <= (1 + SLOWER) * seconds(one_by_one)
+        ]
+        if found:
+            return min(found, key=num_computed)
         most //= 2
     return one_by_one
 

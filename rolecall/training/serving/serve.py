@@ -5,8 +5,10 @@ Torch-free, the same for every role.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Protocol, TypeVar
 
+from rolecall.data.images.tokens import image_processor_of
 from rolecall.errors import DeadlineError
 from rolecall.rpc.membership import Membership
 from rolecall.rpc.role_process import ServiceArgs, serve, stop_requested, way_out, way_to_stop
@@ -82,19 +84,27 @@ def make_server(settings: RunSettings, section: TrainerSection, name: str, *, ma
 async def serve_role(
     args: ServiceArgs,
     section: TrainerSection,
+    path: Path,
     role: controller_pb2.Role.ValueType,
     server: Server,
     calls: ColumnCalls,
     on_drain: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Serves until asked to stop, or until the device thread or the membership fails; then raises what failed. `server`
-    has its services already.
+    has its services already; `path` is the role's model directory.
 
     `on_drain` ends what would hold up the device thread, before the step under way is waited for.
     """
     calls.start()
     bound = await server.start()
-    membership = Membership(args.settings, role, args.worker, args.incarnation, section.address or bound)
+    membership = Membership(
+        args.settings,
+        role,
+        args.worker,
+        args.incarnation,
+        section.address or bound,
+        image_processor=image_processor_of(args.settings, path),
+    )
     calls.device_thread.show_to(membership)
     show_states(calls.device_thread.states)
     membership.phase = "idle"

@@ -43,6 +43,10 @@ MODEL = "model"
 PARAMETER = "model/"
 """Beginning of a parameter's key in a rank's file."""
 FORMAT = 2
+_PROCESSOR_CONFIG = "processor_config.json"
+"""File of a processor's configuration, whose chat template goes before all others."""
+_OLDER_TEMPLATE = "chat_template.json"
+"""File of a processor's chat template, which goes before TEMPLATE."""
 Index: TypeAlias = Mapping[str, Any]
 """What index.json says."""
 
@@ -161,13 +165,15 @@ class Snapshot:
             **{name: _text(data) for name, data in more.items()},
         }
         if self._chat_template is not None:
-            files = {name: produce for name, produce in files.items() if not name.endswith(".jinja")}
+            theirs = [name for name in files if name.endswith(".jinja") or name == f"{MODEL}/{_OLDER_TEMPLATE}"]
+            for name in theirs:
+                del files[name]
             files[f"{MODEL}/{TEMPLATE}"] = _text(self._chat_template.encode())
-            tokenizer = self._source / TOKENIZER_CONFIG
-            if tokenizer.is_file():  # some readers know the template in it alone
-                config = parse_json(tokenizer.read_text(encoding="utf-8"))
-                config.pop("chat_template", None)
-                files[f"{MODEL}/{TOKENIZER_CONFIG}"] = _text(json.dumps(config, indent=2).encode())
+            for name in (TOKENIZER_CONFIG, _PROCESSOR_CONFIG):  # some readers know the template in it alone, or first
+                if (path := self._source / name).is_file():
+                    config = parse_json(path.read_text(encoding="utf-8"))
+                    config.pop("chat_template", None)
+                    files[f"{MODEL}/{name}"] = _text(json.dumps(config, indent=2).encode())
         files[INDEX] = _text(json.dumps(self._index, indent=1).encode())
         with writing("write a checkpoint to", Path(storage.url)):
             return tuple(store(storage, name, produce) for name, produce in files.items())

@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from rolecall.contract import contract_version
+from rolecall.data.images.tokens import read_processor_digest
 from rolecall.data.tokenizer import read_template
 from rolecall.errors import ConfigError, VersionMismatchError
 from rolecall.settings import (
@@ -115,6 +116,8 @@ def start_context(
     watch = None if store is None else _watch_ranks(hooks, rank, world_size, store, timeout_s)
     if store is not None:
         require_one_release(store, rank)  # the watch has the others end with a rank that is refused
+        if options.shows_images:
+            require_one_processor(store, rank, options.path)
     device = start_rank(spec)
     memory = PhaseMemory(device, role=hooks.role, rank=rank, folder=run_dir / "memory")
     engine, state = make_engine(actor.backend, options, device=device, memory=memory, progressed=hooks.progressed)
@@ -143,14 +146,33 @@ def require_one_release(store: Store, rank: int) -> None:
     """VersionMismatchError on each rank that was installed from another release than rank 0: they would meet in other
     collectives, and wait for each other.
     """
-    notes, mine = PrefixStore("release", store), contract_version()
-    if rank == 0:
-        notes.set("contracts", mine)
-    elif (first := notes.get("contracts").decode()) != mine:
+    mine = contract_version()
+    if (first := _of_rank_0(store, rank, "contracts", mine)) != mine:
         raise VersionMismatchError(
             f"rank {rank} was built with contracts {mine}, rank 0 with {first}; install one release on all nodes (from "
             "a checkout: the same commit)"
         )
+
+
+def require_one_processor(store: Store, rank: int, path: Path) -> None:
+    """ConfigError on each rank whose model directory `path` has another image processor than rank 0's, and would make
+    other pixels.
+    """
+    mine = read_processor_digest(path)
+    if _of_rank_0(store, rank, "image_processor", mine) != mine:
+        raise ConfigError(
+            f"rank {rank} makes other pixels or tokens of an image than rank 0: its {path} has another "
+            "preprocessor_config.json, or processor_config.json; copy both from rank 0's machine"
+        )
+
+
+def _of_rank_0(store: Store, rank: int, what: str, mine: str) -> str:
+    """Returns what rank 0 says of `what`; on rank 0 that is `mine`."""
+    notes = PrefixStore("start", store)
+    if rank == 0:
+        notes.set(what, mine)
+    said: str = notes.get(what).decode()
+    return said
 
 
 def _watch_ranks(hooks: ProcessHooks, rank: int, world_size: int, store: Store, timeout_s: float) -> RankWatch:

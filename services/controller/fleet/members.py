@@ -17,7 +17,9 @@ from typing import TypeVar
 
 from rolecall.address import host_of, is_loopback
 from rolecall.contract import contract_version
+from rolecall.data.images.tokens import image_processor_of
 from rolecall.errors import (
+    ConfigError,
     DeadlineError,
     InvalidInputError,
     StoreRolledBackError,
@@ -65,6 +67,7 @@ class Fleet:
     ) -> None:
         self._settings = settings
         self._contracts = contract_version()
+        self._image_processor = image_processor_of(settings, settings.model.path)
         self._ledger = ledger
         self._threads = threads
         self._clock = clock
@@ -79,7 +82,8 @@ class Fleet:
 
     def join(self, request: controller_pb2.JoinRequest) -> None:
         """Takes a worker in; a new incarnation replaces the old one. WorkerLostError for an incarnation that was given
-        up for good.
+        up for good; InvalidInputError, VersionMismatchError or ConfigError for one of another run, release or image
+        processor.
         """
         if request.run != self._settings.run.name:
             raise InvalidInputError(
@@ -91,6 +95,12 @@ class Fleet:
                 f"{request.worker} was built with contracts {request.version or 'of no version'}, the controller "
                 f"with {self._contracts}; "
                 "install one release everywhere (from a checkout: the same commit)"
+            )
+        if request.role != controller_pb2.ROLE_REWARD and request.image_processor != self._image_processor:
+            raise ConfigError(
+                f"{request.worker} makes other pixels or tokens of an image than the run's model.path says: its model "
+                "directory has another preprocessor_config.json, or processor_config.json; copy both from the "
+                "controller's model.path"
             )
         self._refuse_if_given_up(f"{request.worker}.{request.incarnation}")
         known = self._workers.get(request.worker)

@@ -36,12 +36,12 @@ class PromptRenderer:
         self._encoder = encoder
         self._max_prompt_tokens = max_prompt_tokens
 
-    def render(self, raw: RawPrompt, epoch: int) -> trajectory_pb2.Prompt | None:
+    def render(self, raw: RawPrompt, epoch: int, *, by_heads: bool = False) -> trajectory_pb2.Prompt | None:
         """The prompt with its token ids and images, or None when it is longer than max_prompt_tokens. ConfigError names
         the line that cannot be rendered, InvalidInputError the one whose images cannot be shown, and
-        StorageUnavailableError the file that cannot be read now.
+        StorageUnavailableError the file that cannot be read now. `by_heads` as in PromptEncoder.encode.
         """
-        token_ids, images = self._encoder.encode(raw)
+        token_ids, images = self._encoder.encode(raw, by_heads=by_heads)
         if len(token_ids) > self._max_prompt_tokens:
             return None
         metadata = struct_pb2.Struct()

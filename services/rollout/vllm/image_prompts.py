@@ -5,8 +5,9 @@ name has the number of loads in it, so that nothing that older weights made of a
 begins under newer ones, whatever a pause leaves in the engine. It is put on last: a load may begin while images are
 processed.
 
-Bounds: images are opened in a thread and processed in the renderer's own, one prompt at a time; requests for one prompt
-that come together, as a group's do, share what is made for the first. It is kept by the requests alone.
+Bounds: images are opened in a thread and processed in the renderer's own, one prompt at a time, while those of
+NUM_OPENED prompts are open; requests for one prompt that come together, as a group's do, share what is made for the
+first. It is kept by the requests alone.
 """
 
 import asyncio
@@ -23,6 +24,8 @@ from rolecall.data.images.tokens import collapsed
 from rolecall.errors import GenerationError
 from services.rollout.sampling import SampleRequest
 
+NUM_OPENED = 2
+"""Prompts whose images are open at a time: one is processed, and the next opened meanwhile."""
 _Key: TypeAlias = tuple[tuple[bytes, ...], tuple[int, ...]]
 
 
@@ -34,6 +37,7 @@ class ImagePrompts:
         self._renderer = renderer
         self._token_id = token_id
         self._under_way: dict[_Key, asyncio.Task[Any]] = {}
+        self._room = asyncio.Semaphore(NUM_OPENED)
 
     async def of(self, request: SampleRequest) -> Any:
         """The prompt of `request`, for `under_load`. InvalidInputError for a file that is no image; GenerationError
@@ -52,17 +56,18 @@ class ImagePrompts:
             making.exception()  # whoever waits gets it, and perhaps nobody does any more
 
     async def _made(self, files: Sequence[bytes], ids: Sequence[int]) -> Any:
-        images, names = await asyncio.to_thread(_opened, files)
-        prompt = TokensPrompt(
-            prompt_token_ids=collapsed(ids, self._token_id, len(files)),
-            multi_modal_data={"image": images},
-            multi_modal_uuids={"image": names},
-        )
-        try:
-            # bounded: by generation_timeout_s of whoever asks
-            made = await self._renderer.process_for_engine_async(prompt, arrival_time=0.0)
-        except ValueError as error:
-            raise GenerationError(f"vLLM cannot take a prompt with {len(files)} images: {error}") from error
+        async with self._room:  # bounded: by generation_timeout_s of whoever asks, as what is inside
+            images, names = await asyncio.to_thread(_opened, files)
+            prompt = TokensPrompt(
+                prompt_token_ids=collapsed(ids, self._token_id, len(files)),
+                multi_modal_data={"image": images},
+                multi_modal_uuids={"image": names},
+            )
+            try:
+                # bounded: by generation_timeout_s of whoever asks
+                made = await self._renderer.process_for_engine_async(prompt, arrival_time=0.0)
+            except ValueError as error:
+                raise GenerationError(f"vLLM cannot take a prompt with {len(files)} images: {error}") from error
         del made["arrival_time"]  # each request has its own, by which vLLM's queue has an order
         given = made["prompt_token_ids"]
         if given != list(ids):

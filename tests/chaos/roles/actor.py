@@ -25,7 +25,15 @@ async def serve(args: ServiceArgs, hook: Hook, connection: Connection, fence: Fe
     server = make_server(settings, section, "actor")
     servicer = ActorServicer(actor, calls)
     server.add(actor_pb2_grpc.add_ActorServiceServicer_to_server, servicer, "rolecall.v1.ActorService")
-    await serve_role(args, section, controller_pb2.ROLE_ACTOR, server, calls, lambda: asyncio.to_thread(actor.close))
+    await serve_role(
+        args,
+        section,
+        settings.model.path,
+        controller_pb2.ROLE_ACTOR,
+        server,
+        calls,
+        lambda: asyncio.to_thread(actor.close),
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ async def serve(args: ServiceArgs, hook: Hook, connection: Connection, fence: Fe
     calls = trainer_calls(critic, connection, run.name, fence, run.checkpoints, section.token_budget, consumer)
     server = make_server(settings, section, "critic")
     server.add(critic_pb2_grpc.add_CriticServiceServicer_to_server, CriticServicer(calls), "rolecall.v1.CriticService")
-    await serve_role(args, section, controller_pb2.ROLE_CRITIC, server, calls)
+    await serve_role(args, section, settings.model.path, controller_pb2.ROLE_CRITIC, server, calls)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ async def serve(args: ServiceArgs, hook: Hook, connection: Connection, fence: Fe
     server = make_server(settings, section, f"references.{args.worker}")
     servicer = ReferenceServicer(reference, calls, args.worker, f"{args.worker}.{args.incarnation}")
     server.add(reference_pb2_grpc.add_ReferenceServiceServicer_to_server, servicer, "rolecall.v1.ReferenceService")
-    await serve_role(args, section, controller_pb2.ROLE_REFERENCE, server, calls)
+    await serve_role(args, section, settings.model.path, controller_pb2.ROLE_REFERENCE, server, calls)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rolecall.training.packing.balance import fill, partition
+from rolecall.training.packing.balance import fill, fill_by_group, partition
 
 MILLIONTH = 1e-6
 """Of the mean load: what balance.py promises at worst. Not imported: a promise that moves with the code is none."""
@@ -80,3 +80,29 @@ def test_bins_hold_everything_once_within_their_capacity_and_the_costliest_comes
     assert all(len(members) <= 1 or sum(sizes[i] for i in members) <= capacity for members in bins)
     loads = [sum(costs[i] for i in members) for members in bins]
     assert loads == pytest.approx(sorted(loads, reverse=True))
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 6)), max_size=40), st.integers(5, 60), st.integers(0, 5))
+def test_bins_by_group_hold_everything_once_within_their_capacity_and_the_costliest_comes_first(
+    items: list[tuple[int, int]], capacity: int, num_bins: int
+) -> None:
+    sizes, groups = [size for size, _ in items], [group for _, group in items]
+    costs = [size + 0.1 * size**2 for size in sizes]
+    bins = fill_by_group(costs, sizes, groups, capacity=capacity, num_bins=num_bins)
+    assert Counter(i for members in bins for i in members) == Counter(range(len(sizes)))
+    assert all(len(members) <= 1 or sum(sizes[i] for i in members) <= capacity for members in bins)
+    loads = [sum(costs[i] for i in members) for members in bins]
+    assert loads == sorted(loads, reverse=True)
+
+
+@pytest.mark.parametrize(("num_groups", "num_bins"), [(12, 12), (12, 3), (12, 7), (12, 20)])
+def test_a_group_is_parted_only_where_a_bin_is_full_and_bins_cost_the_same(num_groups: int, num_bins: int) -> None:
+    groups = [item % num_groups for item in range(16 * num_groups)]
+    sizes = np.random.default_rng(num_bins).integers(40, 60, len(groups)).tolist()
+    costs = [float(size) for size in sizes]
+    mean = sum(sizes) / num_bins
+    bins = fill_by_group(costs, sizes, groups, capacity=int(1.2 * mean), num_bins=num_bins)
+    assert len(bins) == num_bins
+    assert max(sum(costs[i] for i in members) for members in bins) <= mean + 60
+    # end to end, each cut but the last would part one group
+    assert sum(len({groups[i] for i in members}) for members in bins) <= 1.15 * (num_groups + num_bins)

@@ -137,6 +137,21 @@ def test_whole_groups_share_a_microbatch_where_ranks_and_budget_allow_and_balanc
     assert [len(plan.rows) for plan in shared] == [2, 2, 2, 2]
 
 
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_prompts_are_computed_few_times_where_no_whole_number_of_them_fills_a_microbatch(world_size: int) -> None:
+    rng = np.random.default_rng(0)
+    lengths, prompts = [], [str(row // 16) for row in range(1024)]
+    for _ in range(64):
+        lengths += (rng.integers(300, 420) + rng.integers(100, 300, 16)).tolist()
+    plans = plan_pieces(
+        whole(lengths), num_minibatches=2, token_budget=12000, world_size=world_size, cost=COST, seed=0, prompts=prompts
+    )
+    fewest = -(-sum(lengths) // (world_size * 12000))
+    assert len(plans[0].microbatches) <= fewest + 2
+    num_computed = sum(len({prompts[row] for row in rows}) for plan in plans for rows in plan.microbatches)
+    assert num_computed < 1.7 * 64
+
+
 def test_keeping_prompts_together_costs_the_ranks_next_to_nothing() -> None:
     lengths = np.random.default_rng(0).lognormal(6, 1, 512).astype(int).clip(10, 8192).tolist()
     prompts = [str(row // 8) for row in range(512)]
