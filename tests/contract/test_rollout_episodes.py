@@ -288,7 +288,11 @@ async def test_rewards_travel_to_the_scorer_on_the_turns_last_tokens(store: Stor
 
 @pytest.mark.parametrize(
     ("settings", "max_tokens", "ended_by"),
-    [({"max_turns": 1}, 600, "turns"), ({}, 12, "tokens"), ({"budget_s": 0.0}, 600, "time")],
+    [
+        ({"max_turns": 1, "budget_s": 0.0}, 12, "turns"),
+        ({"budget_s": 0.0}, 12, "tokens"),
+        ({"budget_s": 0.0}, 600, "time"),
+    ],
 )
 async def test_a_spent_budget_is_graded_and_truncated(
     store: StoreUnderTest, folder: Path, settings: dict[str, Any], max_tokens: int, ended_by: str

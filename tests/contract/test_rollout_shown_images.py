@@ -12,8 +12,8 @@ from rolecall.columns import IMAGES
 from rolecall.data.images.files import parts
 from rolecall.data.images.tokens import VisualTokens
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.environment import Action, Answer, Env, Image, ImageMessage, Message, Task
-from rolecall.environment.env import Messages
+from rolecall.environment import Action, Agent, Answer, Env, Image, ImageMessage, Message, Task
+from rolecall.environment.env import Messages, Policy
 from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import trajectory_pb2
 from services.controller.durable.in_flight import prompts_in_flight
@@ -61,6 +61,12 @@ class Sampling(Eyes):
     def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
         token, logprob = super()._next(request, position)
         return (PAD, logprob) if position == 0 and token != EOS_TOKEN_ID else (token, logprob)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path, VISION_TEMPLATE, VISION_TOKENS)
+    return tmp_path
 
 
 def expanded(tokenizer: ChatTokenizer, conversation: Sequence[Any], files: Sequence[bytes], **how: Any) -> list[int]:
@@ -210,6 +216,81 @@ async def test_an_image_that_cannot_be_shown_loses_its_episode_in_words(
         await until(lambda: "was lost" in caplog.text)
     assert why in caplog.text
     assert store.balance()[1] == 0
+
+
+class Final(Gallery):
+    """An image that nobody is shown stands beside the end."""
+
+    def reset(self, task: Task, seed: int) -> Messages:
+        return "look"
+
+    def step(self, action: Action) -> str | Answer:
+        return Answer(ImageMessage("user", [Image(SHOWN[0])]), reward=0.5, is_over=True)
+
+
+class Drawing(Agent):
+    """An agent with an image in its first messages."""
+
+    def reset(self, task: Task, seed: int) -> Messages:
+        return ImageMessage("user", [Image(SHOWN[0])])
+
+    def run(self, policy: Policy) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize(("env", "described"), [(Final, TURNS), (Drawing, {"runs_episodes": True})])
+async def test_an_image_that_nobody_would_be_shown_is_lost_as_well_in_a_run_of_text(
+    store: StoreUnderTest, folder: Path, caplog: pytest.LogCaptureFixture, env: type[Env], described: Any
+) -> None:
+    async with environment(env, **described) as (address, _), rollout_in(store, folder, address) as one:
+        admit(store, folder, ())
+        await one.publish(1)
+        await until(lambda: "was lost" in caplog.text)
+    assert "answered an image, and this run shows none of it" in caplog.text
+
+
+class Torn(Gallery):
+    """What it shows after the second turn is no image."""
+
+    second: ClassVar[Messages] = ImageMessage("user", [Image(SHOWN[1][:90])])
+
+
+@pytest.mark.parametrize(
+    ("settings", "ended_by"),
+    [({"max_turns": 2}, "turns"), ({"max_image_bytes": len(SHOWN[0])}, "images")],
+)
+async def test_a_broken_image_that_nobody_would_be_shown_loses_nothing(
+    store: StoreUnderTest, folder: Path, settings: Any, ended_by: str
+) -> None:
+    _, _, metas, _ = await play(store, folder, Torn, **settings)
+    assert {(meta.episode.ended_by, len(meta.episode.turns)) for meta in metas} == {(ended_by, 2)}
+
+
+async def test_a_broken_image_at_the_end_of_the_time_loses_nothing(store: StoreUnderTest, folder: Path) -> None:
+    class Slow(Torn):
+        def reset(self, task: Task, seed: int) -> Messages:
+            self.turns = 1
+            return "look"
+
+    _, _, metas, _ = await play(store, folder, Slow, budget_s=0.0)
+    assert {(meta.episode.ended_by, len(meta.episode.turns)) for meta in metas} == {("time", 1)}
+
+
+async def test_images_in_a_role_in_which_the_template_shows_none_lose_their_episode_in_words(
+    store: StoreUnderTest, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Tooled(Gallery):
+        second: ClassVar[Messages] = ImageMessage("tool", [Image(SHOWN[1])])
+
+    template = VISION_TEMPLATE.replace("part.type == 'image'", "part.type == 'image' and message.role == 'user'")
+    write_tokenizer(folder, template.replace("{{ part.text }}", "{{ part.text | default('') }}"), VISION_TOKENS)
+    given: dict[str, Any] = {"visual_tokens": TOKENS, "max_prompt_tokens": 128, "max_image_bytes": 10**5}
+    served = environment(Tooled, **TURNS, roles=("user", "tool"))
+    async with served as (address, _), rollout_in(store, folder, address, **given) as one:
+        admit(store, folder, ())
+        await one.publish(1)
+        await until(lambda: "was lost" in caplog.text)
+    assert "the chat template does not show the images of the environment's messages of the role tool" in caplog.text
 
 
 async def test_first_messages_with_images_beyond_the_bound_are_the_task_s_fault(

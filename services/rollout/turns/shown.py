@@ -3,14 +3,18 @@
 Owns the reading of somebody else's images: one that cannot be shown loses its episode. Knows no budget.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rolecall.data.continuation import ChatMessage
 from rolecall.data.images.files import open_image
 from rolecall.data.images.tokens import VisualTokens
-from rolecall.errors import EpisodeLostError, InvalidInputError
+from rolecall.errors import EpisodeLostError, InvalidInputError, PromptTooLongError
 from rolecall.v1 import environment_pb2
+
+NUM_OPENED = 2
+"""Answers of environments of which an image is open at a time."""
 
 
 @dataclass(frozen=True)
@@ -29,24 +33,37 @@ def chat_message(message: environment_pb2.Observation) -> ChatMessage:
     return {"role": message.role, "content": [part for part in content if part.get("text") != ""]}
 
 
-def images_of(messages: Iterable[environment_pb2.Observation], tokens: VisualTokens | None) -> tuple[ShownImage, ...]:
-    """The images that the messages show, in order. `tokens`: None where the run lets no environment show any.
-    EpisodeLostError when one cannot be shown. Opens files: for a thread.
-    """
-    files = [part.image.data for message in messages for part in message.parts if part.HasField("image")]
-    if files and tokens is None:
-        raise EpisodeLostError(
-            "the environment answered an image, and this run shows none of it: set environment.max_image_bytes, for a "
-            "model that sees images, or have it answer text"
-        )
-    return tuple(_shown(file, tokens) for file in files if tokens is not None)
+def files_of(messages: Iterable[environment_pb2.Observation]) -> list[bytes]:
+    """The files of the images that the messages show, in order."""
+    return [part.image.data for message in messages for part in message.parts if part.HasField("image")]
 
 
-def _shown(file: bytes, tokens: VisualTokens) -> ShownImage:
+def opened(files: Iterable[bytes], tokens: VisualTokens) -> tuple[ShownImage, ...]:
+    """The images in files of an environment. EpisodeLostError when one cannot be shown. For a thread."""
     try:
-        return ShownImage(file, tokens.number(*open_image(file).size))
+        return tuple(ShownImage(file, tokens.number(*open_image(file).size)) for file in files)
     except InvalidInputError as error:
         raise EpisodeLostError(f"the environment answered an image that cannot be shown: {error.message}") from error
+
+
+@contextmanager
+def showing(messages: Iterable[ChatMessage]) -> Iterator[None]:
+    """EpisodeLostError where a conversation that is rendered within does not show the images of `messages`, those of an
+    environment.
+    """
+    try:
+        yield
+    except PromptTooLongError:
+        raise
+    except InvalidInputError as error:
+        roles = sorted({message["role"] for message in messages if isinstance(message["content"], list)})
+        if not roles:
+            raise
+        raise EpisodeLostError(
+            f"the chat template does not show the images of the environment's messages of the role "
+            f"{' or '.join(roles)}: {error.message}; have it show them in another (rolecall check says which), or "
+            "leave out environment.max_image_bytes"
+        ) from error
 
 
 def _words(text: str) -> dict[str, str]:
