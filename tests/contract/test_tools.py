@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rolecall.environment import Action, Answer, Image, ImageMessage, Message, Opening, Task, Tool, ToolCall
+from rolecall.environment.env import Messages
 from rolecall.environment.tools import ToolEpisode
 from rolecall.environment.tools.calculator import Calculator, evaluated
 from rolecall.environment.tools.episode import MAX_CHARS, shortened
@@ -92,20 +93,41 @@ def test_long_answers_lose_their_middle_and_say_so() -> None:
 
 
 class Camera:
-    """A tool that shows an image."""
+    """A tool that answers what it is given."""
 
     tool = Tool("camera", "Shows.", {"type": "object"})
 
+    def __init__(self, answers: Any) -> None:
+        self._answers = answers
+
     def call(self, arguments: Mapping[str, Any]) -> Sequence[str | Image]:
-        return ["a" * (MAX_CHARS + 6), Image(b"seen")]
+        return self._answers
+
+
+def seen(answers: Any) -> Messages:
+    episode = ToolEpisode([Camera(answers)], lambda task, answer: 0.0)
+    episode.reset(Task("t"), 0)
+    return episode.step(action_of((ToolCall("camera", {}),))).messages
 
 
 def test_a_tool_may_show_images() -> None:
-    episode = ToolEpisode([Camera()], lambda task, answer: 0.0)
-    episode.reset(Task("t"), 0)
-    answer = episode.step(action_of((ToolCall("camera", {}),)))
-    shown = ImageMessage("tool", [shortened("a" * (MAX_CHARS + 6)), Image(b"seen")])
-    assert answer.messages == [shown]
+    assert seen(["a", Image(b"seen"), "b"]) == [ImageMessage("tool", ["a", Image(b"seen"), "b"])]
+    assert seen([]) == [Message("tool", "")]
+
+
+@pytest.mark.parametrize("lengths", [(MAX_CHARS + 6,), (1000,) * 6, (0, 1, MAX_CHARS, 0, 9), (MAX_CHARS // 2,) * 3])
+def test_the_texts_around_images_lose_their_middle_as_one(lengths: Sequence[int]) -> None:
+    texts = ["abcdefghij"[number % 10] * length for number, length in enumerate(lengths)]
+    (shown,) = seen([part for text in texts for part in (text, Image(b"seen"))])
+    assert isinstance(shown, ImageMessage)
+    assert "".join(part for part in shown.parts if isinstance(part, str)) == shortened("".join(texts))
+    assert [part for part in shown.parts if not isinstance(part, str)] == [Image(b"seen")] * len(lengths)
+
+
+@pytest.mark.parametrize("answered", [{"temperature": 21}, ["a", 3], 21, None, {"a", "b"}])
+def test_what_is_no_answer_of_a_tool_is_refused_by_the_tool_s_name(answered: Any) -> None:
+    with pytest.raises(TypeError, match=r"the tool 'camera' answered .*; answer text, or a list of texts and Images"):
+        seen(answered)
 
 
 @pytest.fixture
