@@ -98,10 +98,10 @@ class StoreBudget:
 
 def batch_bytes(settings: RunSettings, batch: TrainBatch, prompt: PromptBytes) -> int:
     """Bytes that the rows of a trained batch hold at the most until a checkpoint covers it, where each prompt takes
-    `prompt`.
+    `prompt`. Images of an environment are counted as they were shown.
     """
     rows = rows_of(batch)
-    held = prompt.text * len(batch.gids) + (prompt.images + settings.max_environment_image_bytes) * len(rows)
+    held = prompt.text * len(batch.gids) + prompt.images * len(rows) + sum(ref.shown_image_bytes for ref in rows)
     return _row_bytes(settings, sum(ref.num_tokens for ref in rows), len(rows)) + held
 
 

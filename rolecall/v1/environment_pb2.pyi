@@ -312,7 +312,7 @@ class Part(_message.Message):
     @_builtins.property
     def image(self) -> Global___ImagePart:
         """An image, for a policy that sees images, in a run that lets its environment show them (environment.max_image_bytes); in
-        any other an answer with one fails its episode in words.
+        any other an answer with one fails its episode in words. An answer to a call has at most 16 MiB, images and all.
         """
 
     def __init__(

@@ -656,6 +656,7 @@ class RowRef(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SEGMENT_STARTS_FIELD_NUMBER: _builtins.int
+    SHOWN_IMAGE_BYTES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Trajectory id, "<gid>/<i>"."""
     shard: _builtins.int
@@ -664,6 +665,8 @@ class RowRef(_message.Message):
     """Fence of the attempt that wrote it, "<consumer>-<delivery count>"."""
     num_tokens: _builtins.int
     """T: prompt + response tokens, of all segments."""
+    shown_image_bytes: _builtins.int
+    """Bytes of the files of images that an environment showed in it, which stand in its column `images` behind those of its prompt; 0: it showed none."""
     @_builtins.property
     def segment_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Where each segment but the first begins in token_ids, ascending. A segment is one conversation with the policy, first prompt included: what is
@@ -678,10 +681,11 @@ class RowRef(_message.Message):
         token: _builtins.str = ...,
         num_tokens: _builtins.int = ...,
         segment_starts: _abc.Iterable[_builtins.int] | None = ...,
+        shown_image_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "num_tokens", b"num_tokens", "segment_starts", b"segment_starts", "shard", b"shard", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "num_tokens", b"num_tokens", "segment_starts", b"segment_starts", "shard", b"shard", "shown_image_bytes", b"shown_image_bytes", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

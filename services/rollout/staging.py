@@ -62,7 +62,8 @@ class Staging:
                 meta.ClearField("prompt")  # once a group: it may be a megabyte of tests
             ids = request.prompt_token_ids
             num_tokens = len(ids) + len(response.sample.token_ids)
-            refs.append(self._rows.ref(id, claim.token, num_tokens, response.segment_starts))
+            shown_bytes = sum(map(len, response.images))
+            refs.append(self._rows.ref(id, claim.token, num_tokens, response.segment_starts, shown_bytes))
             images = images_column([*group.prompt.images, *response.images]) if response.images else own
             arrays.append({**columns(ids, response), **({IMAGES: images} if self._shows_images else {})})
             metas.append(meta)

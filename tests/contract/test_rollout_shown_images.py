@@ -100,6 +100,8 @@ async def play(
             group.rows, [*SAMPLED_COLUMNS, *([IMAGES] if settings.get("visual_tokens", True) else [])]
         )
         metas = store.rows.read_meta(group.rows)
+        for ref, meta in zip(group.rows, metas, strict=True):
+            assert ref.shown_image_bytes == sum(map(len, SHOWN[: meta.episode.num_images]))
         return rollout.engine.shown, rows, metas, [1 + len(ref.segment_starts) for ref in group.rows]
 
 

@@ -126,6 +126,17 @@ def test_every_row_has_room_for_what_its_environment_may_show(make_settings: Cal
         StoreBudget.of(large, PromptBytes(10))
 
 
+def test_a_trained_row_is_counted_with_what_its_environment_showed(make_settings: Callable[..., RunSettings]) -> None:
+    """Counted by their bound, rows of text would ask for checkpoints that nobody asked for."""
+    settings = make_settings(environment={"address": "127.0.0.1:1", "max_image_bytes": 2_000_000})
+    batch, text = (
+        TrainBatch(rows=[RowRef(num_tokens=128, shown_image_bytes=size)] * 8, gids=[1, 2]) for size in (5000, 0)
+    )
+    counted, of_text = (batch_bytes(settings, each, PromptBytes(10)) for each in (batch, text))
+    assert counted - of_text == 8 * 5000
+    assert of_text < 8 * 128 * 1024
+
+
 @pytest.mark.parametrize(
     "metadata",
     [
