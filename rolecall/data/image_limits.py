@@ -51,8 +51,9 @@ def _check_others(settings: RunSettings) -> None:
         tokens = read_visual_tokens(path, setting)
         if tokens is None:
             raise ConfigError(
-                f"{setting} {path} is no model that sees images, which this run shows; name one "
-                f"({', '.join(FAMILIES)}), or leave it out: model.path takes its place"
+                f"{setting} {path} is no model that sees images, which this run shows "
+                f"(data.images_field, environment.max_image_bytes); name one ({', '.join(FAMILIES)}), or leave it out: "
+                "model.path takes its place"
             )
         if tokens != own:
             raise ConfigError(

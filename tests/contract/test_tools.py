@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from rolecall.environment import Action, Answer, Image, ImageMessage, Message, Opening, Task, Tool, ToolCall
-from rolecall.environment.env import Messages
 from rolecall.environment.tools import ToolEpisode
 from rolecall.environment.tools.calculator import Calculator, evaluated
 from rolecall.environment.tools.episode import MAX_CHARS, shortened
@@ -100,25 +99,27 @@ class Camera:
     def __init__(self, answers: Any) -> None:
         self._answers = answers
 
-    def call(self, arguments: Mapping[str, Any]) -> Sequence[str | Image]:
+    def call(self, arguments: Mapping[str, Any]) -> Any:
         return self._answers
 
 
-def seen(answers: Any) -> Messages:
+def seen(answers: Any) -> Any:
     episode = ToolEpisode([Camera(answers)], lambda task, answer: 0.0)
     episode.reset(Task("t"), 0)
-    return episode.step(action_of((ToolCall("camera", {}),))).messages
+    messages = episode.step(action_of((ToolCall("camera", {}),))).messages
+    assert isinstance(messages, list)
+    return messages[0]
 
 
 def test_a_tool_may_show_images() -> None:
-    assert seen(["a", Image(b"seen"), "b"]) == [ImageMessage("tool", ["a", Image(b"seen"), "b"])]
-    assert seen([]) == [Message("tool", "")]
+    assert seen(["a", Image(b"seen"), "b"]) == ImageMessage("tool", ["a", Image(b"seen"), "b"])
+    assert seen([]) == Message("tool", "")
 
 
 @pytest.mark.parametrize("lengths", [(MAX_CHARS + 6,), (1000,) * 6, (0, 1, MAX_CHARS, 0, 9), (MAX_CHARS // 2,) * 3])
 def test_the_texts_around_images_lose_their_middle_as_one(lengths: Sequence[int]) -> None:
     texts = ["abcdefghij"[number % 10] * length for number, length in enumerate(lengths)]
-    (shown,) = seen([part for text in texts for part in (text, Image(b"seen"))])
+    shown = seen([part for text in texts for part in (text, Image(b"seen"))])
     assert isinstance(shown, ImageMessage)
     assert "".join(part for part in shown.parts if isinstance(part, str)) == shortened("".join(texts))
     assert [part for part in shown.parts if not isinstance(part, str)] == [Image(b"seen")] * len(lengths)

@@ -99,7 +99,8 @@ def test_critics_and_references_must_see_what_the_policy_sees(
 ) -> None:
     blind = shown(make_settings, vision, algorithm=REFERENCE, references={"ref": {"path": str(text)}})
     with pytest.raises(
-        ConfigError, match=r"references.ref.path \S+ is no model that sees images, which this run shows"
+        ConfigError,
+        match=r"references.ref.path \S+ is no model that sees images, which this run shows \(data\.images_field, ",
     ):
         lines(blind)
     other = write_vision(tmp_path / "other", "qwen2_5_vl")
