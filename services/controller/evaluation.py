@@ -208,7 +208,7 @@ class Evaluation:
                     try:
                         request.prompt.images[:] = await asyncio.to_thread(_read, images)
                     except RoleCallError as error:
-                        logger.warning("evaluation prompt %s cannot be shown: %s", request.id, error)
+                        logger.warning("evaluation prompt %s (%s) cannot be shown: %s", request.id, prompt.uid, error)
                         continue
                 try:
                     results[index] = [
@@ -220,7 +220,9 @@ class Evaluation:
                     queue.insert(0, (index, prompt))  # behind all others
                     return
                 except RoleCallError as error:
-                    logger.warning("evaluation prompt %s failed on %s: %s", request.id, rollout.consumer, error)
+                    logger.warning(
+                        "evaluation prompt %s (%s) failed on %s: %s", request.id, prompt.uid, rollout.consumer, error
+                    )
 
         num_rounds, broke_at = 0, dict[Rollout, float]()
         while queue and num_rounds < ROUNDS:

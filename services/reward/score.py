@@ -76,7 +76,7 @@ def _score(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def items_of(settings: RunSettings, file: Path, field: str) -> list[reward_pb2.ScoreItem]:
     """One item for each response in `file`, with every field that a run would send; a response counts as stopped, and
-    no image is looked at. ConfigError names a row without one.
+    no image is looked at: in its prompt_token_ids each is one token. ConfigError names a row without a response.
     """
     if not file.is_file():
         raise ConfigError(f"FILE: {file} is no file; name one of rows with responses, .jsonl or .parquet")

@@ -139,6 +139,7 @@ def test_a_processor_is_told_from_another_by_what_it_makes_of_an_image(tmp_path:
 
     whole: Any = Qwen2VLImageProcessorPil.from_pretrained(write_seeing(tmp_path)).to_dict()
     assert digest(image_mean=None) == digest(**whole), "what a file leaves out stands as the library has it"
+    assert digest(image_std=[1, 1, 1]) == digest(image_std=[1.0, 1.0, 1.0])
     others: list[dict[str, Any]] = [
         {"image_mean": [0.5, 0.5, 0.5]},
         {"image_std": [0.5, 0.5, 0.5]},

@@ -50,7 +50,7 @@ def check_engine(found: Findings, folder: Path) -> None:
     """A 0.6B of random weights that come from the trainer's engine: what vLLM computes with them, how fast, and whether
     it can be paused with requests in flight, put to sleep and woken.
     """
-    require_vllm()
+    _require_vllm()
     stage = Stage.of(found, folder)
     path = write_zeros(folder / "model", stage.config("0.6B", head_dim=stage.pick(128, 32)))
     trainer = make_engine(stage, path, dtype=stage.pick("bfloat16", "float32"), optimizer=None)
@@ -59,7 +59,7 @@ def check_engine(found: Findings, folder: Path) -> None:
     asyncio.run(_check_engine(Pair(stage, trainer, config)))
 
 
-def require_vllm() -> None:
+def _require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise SkippedCheckError("vLLM is not installed")
 
@@ -229,7 +229,7 @@ async def _sleep(pair: Pair) -> None:
 
 def check_run(found: Findings, folder: Path) -> None:
     """The quickstart, actor and rollout in shifts on one GPU."""
-    require_vllm()
+    _require_vllm()
     work = folder / "work"
     place = () if found.dry else ("--model.dtype=bfloat16", "--actor.devices=[0]", "--rollout.devices=[[0]]")
     steps = f"--run.num_steps={NUM_STEPS}", "--evaluation.every_steps=100"

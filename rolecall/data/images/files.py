@@ -23,8 +23,9 @@ MAX_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of a prompt's images together: an evaluation sends them in one message, beside the text."""
 
 MAX_PIXELS = 2**26
-"""Most pixels of an image. One that is opened has 4 bytes for each, twice while it is turned or converted: 512 MiB at
-most, and for WebP, whose decoder keeps two frames, as much again. Below it Pillow warns of none.
+"""Most pixels of an image. One that is opened has 4 bytes for each, twice while it is turned or converted: 512 MiB. Of
+some formats the decoder keeps more: 640 MiB for a progressive JPEG, 1 GiB for WebP, 1.2 GiB for JPEG 2000. Below it
+Pillow warns of none.
 """
 _SHOWN = 100
 """Most characters that a complaint shows of a path."""

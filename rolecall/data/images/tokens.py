@@ -167,17 +167,27 @@ def require_visual_tokens(path: Path, asked_by: str = "data.images_field") -> Vi
 
 def read_processor_digest(path: Path, setting: str = "model.path") -> str:
     """Hex digest of what the image processor of the model in directory `path` makes of an image: its tokens and their
-    pixels, however its files are written. ConfigError as `read_visual_tokens`.
+    pixels, however its files are written; empty for a model that sees none. ConfigError as `read_visual_tokens`.
     """
+    if (tokens := read_visual_tokens(path, setting)) is None:
+        return ""
     given = _processor(path, setting)
     pixels = {name: default if given.get(name) is None else given[name] for name, default in _PIXELS.items()}
-    tokens = read_visual_tokens(path, setting)
-    return hashlib.sha256(json.dumps([tokens and asdict(tokens), pixels]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([asdict(tokens), _as_floats(pixels)]).encode()).hexdigest()
+
+
+def _as_floats(tree: Any) -> Any:
+    """The same tree, in which 1 is 1.0."""
+    if isinstance(tree, dict):
+        return {name: _as_floats(value) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [_as_floats(value) for value in tree]
+    return float(tree) if isinstance(tree, int) else tree
 
 
 def image_processor_of(settings: RunSettings, path: Path) -> str:
     """The digest that a role of the run says of its model directory `path` when it joins; empty where prompts show no
-    images.
+    images, or the model sees none.
     """
     return "" if settings.data.images_field is None else read_processor_digest(path)
 

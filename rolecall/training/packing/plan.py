@@ -32,7 +32,9 @@ from rolecall.training.packing.pieces import Piece, whole
 from rolecall.wire import Array
 
 SLOWER = 0.02
-"""Share of the time that rows spread one by one would take, which may be given for keeping prompts together."""
+"""Share of the time that rows spread one by one would take, and of their microbatches, which may be given for keeping
+prompts together.
+"""
 
 _Microbatches = Sequence[Sequence[Sequence[int]]]
 """[rank][microbatch] -> indices of pieces."""
@@ -151,8 +153,8 @@ def _spread(
     world_size: int,
 ) -> list[tuple[tuple[int, ...], ...]]:
     """The microbatches of each rank for a mini-batch of `runs` of rows that answer one prompt, each the indices of its
-    pieces: of the most rows together that cost the ranks no more than SLOWER, and no microbatch more. Of two such, the
-    one in which prompts are computed fewer times.
+    pieces. Of those that cost the ranks no more than SLOWER against rows one by one, the one in which prompts are
+    computed the fewest times.
     """
     prompts = [-1] * len(num_tokens)
     for number, run in enumerate(runs):
@@ -178,24 +180,19 @@ def _spread(
         )
 
     one_by_one = cut_microbatches(shared(1), num_tokens, costs, token_budget)
+    found = [one_by_one]
     most = max(map(len, runs), default=1)
-    if most == 1:
-        return one_by_one
-    while most:
+    while most > 1:
         parts = shared(most)
         apart = [[(index,) for unit in part for index in unit] for part in parts]
-        found = [
-            together
-            for together in (
-                cut_microbatches(parts, num_tokens, costs, token_budget),
-                cut_microbatches(apart, num_tokens, costs, token_budget, prompts),
-            )
-            if len(together[0]) <= len(one_by_one[0]) and seconds(together) <= (1 + SLOWER) * seconds(one_by_one)
+        found += [
+            cut_microbatches(parts, num_tokens, costs, token_budget),
+            cut_microbatches(apart, num_tokens, costs, token_budget, prompts),
         ]
-        if found:
-            return min(found, key=num_computed)
         most //= 2
-    return one_by_one
+    num, most_s = (1 + SLOWER) * len(one_by_one[0]), (1 + SLOWER) * seconds(one_by_one)
+    able = [each for each in found if len(each[0]) <= num and seconds(each) <= most_s]
+    return min(able, key=num_computed)
 
 
 def _bundles(

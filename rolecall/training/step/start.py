@@ -158,17 +158,19 @@ def require_one_processor(store: Store, rank: int, path: Path) -> None:
     """ConfigError on each rank whose model directory `path` has another image processor than rank 0's, and would make
     other pixels.
     """
-    mine = read_processor_digest(path)
+    mine = read_processor_digest(path, "this role's model")
     if _of_rank_0(store, rank, "image_processor", mine) != mine:
         raise ConfigError(
             f"rank {rank} makes other pixels or tokens of an image than rank 0: its {path} has another "
-            "preprocessor_config.json, or processor_config.json; copy both from rank 0's machine"
+            "preprocessor_config.json, processor_config.json or config.json; copy them from rank 0's machine"
         )
 
 
 def _of_rank_0(store: Store, rank: int, what: str, mine: str) -> str:
-    """Returns what rank 0 says of `what`; on rank 0 that is `mine`."""
-    notes = PrefixStore("start", store)
+    """Returns what rank 0 says of `what`; on rank 0 that is `mine`. Ranks of two releases meet here: names stay as they
+    are for good.
+    """
+    notes = PrefixStore("release", store)
     if rank == 0:
         notes.set(what, mine)
     said: str = notes.get(what).decode()

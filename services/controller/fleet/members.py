@@ -97,10 +97,15 @@ class Fleet:
                 "install one release everywhere (from a checkout: the same commit)"
             )
         if request.role != controller_pb2.ROLE_REWARD and request.image_processor != self._image_processor:
+            if not (request.image_processor and self._image_processor):
+                raise ConfigError(
+                    f"prompts show images for {request.worker if request.image_processor else 'the controller'} alone; "
+                    "start all roles with one CONFIG and the same overrides"
+                )
             raise ConfigError(
                 f"{request.worker} makes other pixels or tokens of an image than the run's model.path says: its model "
-                "directory has another preprocessor_config.json, or processor_config.json; copy both from the "
-                "controller's model.path"
+                "directory has another preprocessor_config.json, processor_config.json or config.json; copy them from "
+                "the controller's model.path"
             )
         self._refuse_if_given_up(f"{request.worker}.{request.incarnation}")
         known = self._workers.get(request.worker)
