@@ -112,8 +112,8 @@ class Continuation:
         return None
 
     def image_refusal(self, role: str) -> str | None:
-        """Returns why the template shows no image in messages of `role` after a turn of the policy, or none once
-        another follows, as the end of a sentence; None when it shows all.
+        """Returns why the template does not show all images in messages of `role` after turns of the policy, as the end
+        of a sentence; None when it does.
         """
         heard: ChatMessage = {"role": role, "content": [*_IMAGE, *_words(HEARD)]}
         try:

@@ -60,8 +60,8 @@ class Rows:
     def ref(
         self, id: str, token: str, num_tokens: int, segment_starts: Sequence[int] = (), shown_image_bytes: int = 0
     ) -> RowRef:
-        """Names the row of trajectory `id` (`<gid>/<i>`) of T = `num_tokens` that the attempt `token` writes, where its
-        segments but the first begin, and the bytes of images that an environment showed in it.
+        """Names the row of trajectory `id` (`<gid>/<i>`) of T = `num_tokens` that the attempt `token` writes. It says
+        where segments but the first begin, and the bytes of images that an environment showed.
         """
         shard = zlib.crc32(id.rpartition("/")[0].encode()) % self._num_shards
         return RowRef(

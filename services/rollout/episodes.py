@@ -146,7 +146,7 @@ class Episodes:
         """Answers what the template can do, on the event loop."""
         self._prompts = prompts
         self._visual_tokens = prompts.visual_tokens if settings.max_image_bytes else None
-        """Those of images that the environment may show; None: it may show none."""
+        """The tokens of images that the environment may show; None: it may show none."""
         self._open = asyncio.Semaphore(NUM_OPENED)
         self._observations = observations
         self._problem = problem
