@@ -49,7 +49,7 @@ class Given(Enum):
     OLD_ROUTING = auto()
     """Replay of the old policy's routing (actor.router_replay r2)."""
     IMAGES = auto()
-    """Prompts that may show images (data.images_field)."""
+    """Prompts or environments that may show images (data.images_field, environment.max_image_bytes)."""
     REFERENCE = auto()
     """The reference in the column's name."""
 
@@ -129,8 +129,9 @@ OLD_ROUTED_EXPERTS = "old_routed_experts"
 """uint8 [T, W]: those of the pass that gave `old_logprobs`."""
 
 IMAGES = "images"
-"""uint8 [bytes]: the images that the prompt shows, a serialized Images message (trajectory.proto); of a prompt of text
-nothing, 0 bytes. Each segment of the row shows all of them, in this order, or none.
+"""uint8 [bytes]: the images that the row shows, the prompt's before its environment's, a serialized Images message
+(trajectory.proto); of a row of text nothing, 0 bytes. Each segment of the row shows the first of them, in this order,
+as many as it has, or none.
 """
 
 _TABLE = [
@@ -148,7 +149,7 @@ _TABLE = [
         Given.SAMPLED_ROUTING,
         shape=(-1, -1),
     ),
-    Column(IMAGES, "u1", _ROLLOUT, "files of the prompt's images, as a message", Given.IMAGES, per_token=False),
+    Column(IMAGES, "u1", _ROLLOUT, "files of the images that it shows, as a message", Given.IMAGES, per_token=False),
     Column("reward", "<f4", _CONTROLLER, "raw scalar reward", shape=(1,), per_token=False),
     Column("token_rewards", "<f4", _CONTROLLER, "raw per-token rewards; 0 where mask is 0", Given.TOKEN_REWARDS, _ANY),
     Column(

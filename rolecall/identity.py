@@ -84,6 +84,11 @@ FIXED = (
         lambda settings: settings.model.freeze_vision_tower,
     ),
     Fixed("data.images_field", "it says what the prompts are", lambda settings: settings.data.images_field),
+    Fixed(
+        "environment.max_image_bytes",
+        "whether it is set says what rows hold and whether a vision tower is trained",
+        lambda settings: settings.max_environment_image_bytes > 0,
+    ),
     Fixed("data.ground_truth_field", "it says what the prompts are", lambda settings: settings.data.ground_truth_field),
     Fixed(
         "sampling.num_responses", "groups in flight have that many", lambda settings: settings.sampling.num_responses

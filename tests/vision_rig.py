@@ -31,8 +31,9 @@ def image_file(height: int, width: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-WIDE, OTHER_WIDE, SQUARE, TALL = (
-    image_file(height, width, seed) for seed, (height, width) in enumerate([(16, 40), (16, 40), (24, 24), (40, 16)])
+WIDE, OTHER_WIDE, SQUARE, TALL, OTHER_SQUARE = (
+    image_file(height, width, seed)
+    for seed, (height, width) in enumerate([(16, 40), (16, 40), (24, 24), (40, 16), (24, 24)])
 )
 
 
@@ -49,6 +50,28 @@ def make_row(files: list[bytes], response: list[int], loss_mask: int = 1) -> Row
         "loss_mask": mask * loss_mask,
         IMAGES: np.frombuffer(Images(files=files).SerializeToString(), np.uint8),
     }
+
+
+def make_episode(files: list[bytes], turns: list[list[int]], num_shown: int | None = None) -> Row:
+    """Turns, each behind a message that shows one of `files`; the row has all of them, its tokens the first
+    `num_shown`.
+    """
+    rows = [make_row([file], turn) for file, turn in zip(files[:num_shown], turns, strict=True)]
+    row = {name: np.concatenate([row[name] for row in rows]) for name in ("token_ids", "response_mask", "loss_mask")}
+    return {**row, IMAGES: make_row(files, [])[IMAGES]}
+
+
+def make_episodes() -> list[Row]:
+    """Episodes of one prompt: two that go on alike, two in which the environment shows other images later, of the same
+    tokens and of others; and an earlier segment of the last, which shows the first image alone.
+    """
+    return [
+        make_episode([WIDE, SQUARE, TALL], [[80, 81], [82], [83, 84]]),
+        make_episode([WIDE, SQUARE, TALL], [[80, 81], [82], [90, 91]]),
+        make_episode([WIDE, OTHER_SQUARE, TALL], [[80, 81], [82], [83, 84]]),
+        make_episode([WIDE, TALL], [[80, 81], [33]]),
+        make_episode([WIDE, TALL], [[80, 81]], num_shown=1),
+    ]
 
 
 def make_rows() -> list[Row]:
@@ -85,7 +108,8 @@ def oracle_model(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMo
 def oracle_inputs(path: Path, row: Row) -> dict[str, Any]:
     """What transformers computes a row from."""
     ids = torch.from_numpy(row["token_ids"].astype(np.int64))[None]
-    files = Images.FromString(row[IMAGES].tobytes()).files
+    begins = np.diff((row["token_ids"] == SHOWS).astype(int), prepend=0) > 0
+    files = Images.FromString(row[IMAGES].tobytes()).files[: int(begins.sum())]
     if not files:
         return {"input_ids": ids, "use_cache": False}
     images = [Image.open(io.BytesIO(file)) for file in files]

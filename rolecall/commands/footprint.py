@@ -54,7 +54,7 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
                 f"    its adapters: {critic.trained / 1e6:,.2f}M parameters and the value head are trained and kept; "
                 "the base stays as it is"
             )
-    if settings.data.images_field is not None and sees_images(settings.model.path):
+    if settings.shows_images and sees_images(settings.model.path):
         yield _pixels(settings, size)
     for name, section in settings.references.items():
         parts = section.num_shards if settings.actor.backend == "fsdp" else _num_parts(section)
@@ -96,6 +96,9 @@ def _pixels(settings: RunSettings, size: int) -> str:
     num_ranks, num_groups = settings.actor.num_ranks, settings.algorithm.groups_per_batch
     most_prompts = num_groups * min(settings.sampling.num_responses, num_ranks) / num_ranks
     most = most_prompts * settings.data.max_prompt_tokens * per_token
+    if settings.max_environment_image_bytes:  # each response may show others
+        num_responses = num_groups * settings.sampling.num_responses / num_ranks
+        most = num_responses * settings.longest_trajectory * per_token
     return (
         f"  pixels of a batch's images: up to {in_bytes(most)} of host memory at each rank of the actor, {per_token:,} "
         "bytes for each token of an image"

@@ -42,6 +42,7 @@ PROBE_CALL = ("plugh", {"b": "c"})
 """A call of PROBE_TOOL: its name and its arguments."""
 _ASKED: ChatMessage = {"role": "user", "content": "a"}
 _SYSTEM: ChatMessage = {"role": "system", "content": "c"}
+_IMAGE = ({"type": "image"},)
 _MARKS = (0xF0000, 0xFFFFE)
 """Characters that Unicode leaves without a meaning: they stand for special tokens that somebody spelled."""
 
@@ -54,12 +55,12 @@ class Continuation:
     ) -> None:
         """`max_tokens`: PromptTooLongError is raised of text that is longer than so many tokens can be, by its
         characters, for it takes long and much memory to count its tokens; None: none is too long. `visual_tokens`:
-        those of images that a run's own messages show.
+        those of images that messages may show; None: they are text.
         """
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._visual_tokens = visual_tokens
-        self._problems: dict[tuple[str, bool], str | None] = {}
+        self._problems: dict[tuple[str, bool, bool], str | None] = {}
 
     def ids(
         self,
@@ -67,18 +68,25 @@ class Continuation:
         conversation: Sequence[ChatMessage],
         num_heard: int,
         tools: Tools = (),
-        num_images: int = 0,
+        image_tokens: Sequence[int] = (),
     ) -> list[int] | None:
         """Token ids between a turn that ends the ids `before` and the policy's next one: the turn's close where it was
         not sampled, the last `num_heard` messages of the whole `conversation`, and the generation prompt. None when the
         template, which is not prefix-stable for them, shows otherwise what stands before. InvalidInputError when it
-        cannot render them. `tools`: those that the first prompt shows; `num_images`: the images that it shows.
+        cannot render them. `tools`: those that the first prompt shows; `image_tokens`: the tokens of each image that
+        the conversation shows.
         """
         heard = conversation[len(conversation) - num_heard :]
-        if any(self.problem(role, with_tools=bool(tools)) for role in {message["role"] for message in heard}):
-            return self._looked_at(self._collapsed(before, num_images), conversation, tools)
-        ids = self._encoded(self._pieces(heard, self._tail))
-        return ids[1:] if ids[0] == before[-1] else ids
+        num_before = len(image_tokens) - sum(map(_num_images, heard))
+        if any(
+            self.problem(message["role"], with_tools=bool(tools), with_images=_num_images(message) > 0)
+            for message in heard
+        ):
+            ids = self._looked_at(self._collapsed(before, num_before), conversation, tools)
+        else:
+            ids = self._encoded(self._pieces(heard, self._tail))
+            ids = ids[1:] if ids[0] == before[-1] else ids
+        return None if ids is None else self._expanded(ids, image_tokens[num_before:])
 
     def opening(
         self,
@@ -88,11 +96,10 @@ class Continuation:
         image_tokens: Sequence[int] = (),
     ) -> list[int]:
         """Token ids of a conversation rendered anew, up to where the policy goes on. Special tokens that a message
-        spells are text, but in the first `num_own`, which are the run's own, and may show images of as many tokens as
-        `image_tokens` says. InvalidInputError when the template cannot render it.
+        spells are text, but in the first `num_own`, which are the run's own. `image_tokens`: the tokens of each image
+        that the conversation shows. InvalidInputError when the template cannot render it.
         """
-        ids = self._encoded(self._shown(conversation, tools, num_own))
-        return ids if self._visual_tokens is None else self._visual_tokens.expanded(ids, image_tokens)
+        return self._expanded(self._encoded(self._shown(conversation, tools, num_own)), image_tokens)
 
     def refusal(self, role: str) -> str | None:
         """Returns why the template lets nobody speak as `role` after a turn of the policy, as the end of a sentence;
@@ -104,23 +111,38 @@ class Continuation:
             return f"cannot be used with messages of the role {role!r}: {error.message}"
         return None
 
-    def problem(self, role: str, *, with_tools: bool = False) -> str | None:
+    def image_refusal(self, role: str) -> str | None:
+        """Returns why the template does not show all images in messages of `role` after turns of the policy, as the end
+        of a sentence; None when it does.
+        """
+        heard: ChatMessage = {"role": role, "content": [*_IMAGE, *_words(HEARD)]}
+        try:
+            self.opening([_ASKED, _said(SAID), heard, _said("b"), heard], image_tokens=(1, 1))
+        except InvalidInputError as error:
+            return f"cannot be used with images in messages of the role {role!r}: {error.message}"
+        return None
+
+    def problem(self, role: str, *, with_tools: bool = False, with_images: bool = False) -> str | None:
         """Returns what breaks conversations in which messages of `role` follow turns of the policy, as the end of a
         sentence; None when the template is prefix-stable for them. `with_tools`: in conversations with tools, too.
+        `with_images`: where the messages show images.
         """
-        key = role, with_tools
+        key = role, with_tools, with_images
         if key not in self._problems:
+            heard: ChatMessage = {"role": role, "content": [*_IMAGE, *_words(HEARD)] if with_images else HEARD}
             try:
-                self._problems[key] = self._problem(role, (None, [PROBE_TOOL]) if with_tools else (None,))
+                self._problems[key] = self._problem(heard, (None, [PROBE_TOOL]) if with_tools else (None,))
             except InvalidInputError as error:
                 self._problems[key] = f"cannot be used with messages of the role {role!r}: {error.message}"
         return self._problems[key]
 
-    def _problem(self, role: str, tools_shown: Sequence[Tools | None]) -> str | None:
-        heard: ChatMessage = {"role": role, "content": HEARD}
+    def _problem(self, heard: ChatMessage, tools_shown: Sequence[Tools | None]) -> str | None:
+        role = heard["role"]
         before: list[list[ChatMessage]] = [[_ASKED], [_ASKED, _said(SAID), heard, _said("b"), heard]]
         if role != "system" and self._takes_system:
             before.append([_SYSTEM, _ASKED])
+        if _num_images(heard):
+            before.append([{"role": "user", "content": [*_IMAGE, *_words("a")]}])
         tails = set()
         for said, tools in product((SAID, THOUGHT), tools_shown):
             for turns in before:
@@ -155,6 +177,9 @@ class Continuation:
         ids = self._encoded(_behind(pieces, len(text)))
         added = self._tokenizer.added_ids
         return ids if ids and (before[-1] in added or ids[0] in added) else None
+
+    def _expanded(self, ids: list[int], image_tokens: Sequence[int]) -> list[int]:
+        return ids if self._visual_tokens is None else self._visual_tokens.expanded(ids, image_tokens)
 
     def _collapsed(self, ids: Sequence[int], num_images: int) -> Sequence[int]:
         return collapsed(ids, self._visual_tokens.token_id, num_images) if self._visual_tokens is not None else ids
@@ -270,6 +295,15 @@ def _behind(pieces: Sequence[Piece], num_chars: int) -> list[Piece]:
             behind.append((text[num_chars:], is_plain))
         num_chars = max(0, num_chars - len(text))
     return behind
+
+
+def _num_images(message: ChatMessage) -> int:
+    content = message["content"]
+    return 0 if isinstance(content, str) else sum(part["type"] == "image" for part in content)
+
+
+def _words(text: str) -> Sequence[ChatMessage]:
+    return ({"type": "text", "text": text},)
 
 
 def _said(text: str) -> ChatMessage:

@@ -17,7 +17,7 @@ def check_images(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     path, freeze = settings.model.path, settings.model.freeze_vision_tower
     if freeze and not sees_images(path):
         raise ConfigError(f"model.freeze_vision_tower: model.path {path} has no vision tower; leave it out")
-    if settings.data.images_field is not None:
+    if settings.shows_images:
         _check_others(settings)
     if not sees_images(path):
         return
@@ -27,8 +27,8 @@ def check_images(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             "were not tried in it; set bfloat16"
         )
     why = "as adapters are of the language model alone" if settings.actor.lora is not None else "as it is asked to"
-    if settings.data.images_field is None:
-        why = "as prompts show no images (data.images_field)"
+    if not settings.shows_images:
+        why = "as no images are shown (data.images_field, environment.max_image_bytes)"
     stays = settings.freezes_vision_tower or settings.actor.lora is not None
     yield (
         f"vision tower: {facts.num_tower_parameters / 1e6:,.2f}M of these parameters, "
@@ -51,8 +51,9 @@ def _check_others(settings: RunSettings) -> None:
         tokens = read_visual_tokens(path, setting)
         if tokens is None:
             raise ConfigError(
-                f"{setting} {path} is no model that sees images, which data.images_field gives to prompts; name one "
-                f"({', '.join(FAMILIES)}), or leave it out: model.path takes its place"
+                f"{setting} {path} is no model that sees images, which this run shows "
+                f"(data.images_field, environment.max_image_bytes); name one ({', '.join(FAMILIES)}), or leave it out: "
+                "model.path takes its place"
             )
         if tokens != own:
             raise ConfigError(

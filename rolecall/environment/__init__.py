@@ -17,7 +17,20 @@ Also the client that a rollout plays with (`client.py`). The contract is `proto/
 docs/environments.md says how to write one.
 """
 
-from rolecall.environment.env import Action, Agent, Answer, Env, Messages, Opening, Policy, Task, Tool, ToolCall
+from rolecall.environment.env import (
+    Action,
+    Agent,
+    Answer,
+    Env,
+    Image,
+    ImageMessage,
+    Messages,
+    Opening,
+    Policy,
+    Task,
+    Tool,
+    ToolCall,
+)
 from rolecall.environment.server import serve
 from rolecall.scoring.scores import Message, Score
 
@@ -26,6 +39,8 @@ __all__ = [
     "Agent",
     "Answer",
     "Env",
+    "Image",
+    "ImageMessage",
     "Message",
     "Messages",
     "Opening",

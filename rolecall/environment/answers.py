@@ -9,7 +9,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rolecall.data.json_text import parse_json
-from rolecall.environment.env import Action, Answer, Messages, Opening, Task, Tool, ToolCall
+from rolecall.environment.env import (
+    Action,
+    Answer,
+    Image,
+    ImageMessage,
+    Messages,
+    Opening,
+    Task,
+    Tool,
+    ToolCall,
+)
 from rolecall.errors import EpisodeLostError, InvalidInputError
 from rolecall.scoring import scores
 from rolecall.scoring.scores import Message, Score
@@ -171,11 +181,11 @@ def _messages_problem(messages: Sequence[environment_pb2.Observation], roles: Se
 
 
 def parts_problem(message: environment_pb2.Observation) -> str | None:
-    """Returns what is wrong with the parts of a message, as the end of a sentence; None when all are text."""
+    """Returns what is wrong with the parts of a message, as the end of a sentence; None when each says or shows
+    something.
+    """
     kinds = {part.WhichOneof("part") for part in message.parts}
-    if "image" in kinds:
-        return "answered an image, which this release does not read; answer text"
-    return None if kinds == {"text"} else "answered a message without text"
+    return None if kinds and kinds <= {"text", "image"} else "answered a message without text and image"
 
 
 def schema_problem(tool: environment_pb2.Tool) -> str | None:
@@ -186,14 +196,6 @@ def schema_problem(tool: environment_pb2.Tool) -> str | None:
     except ValueError:
         pass
     return f"answered the tool {tool.name!r}, whose input_schema is no JSON object"
-
-
-def plain(messages: Sequence[environment_pb2.Observation]) -> list[trajectory_pb2.Message]:
-    """Messages of text, as a conversation holds them."""
-    return [
-        trajectory_pb2.Message(role=message.role, content="".join(part.text for part in message.parts))
-        for message in messages
-    ]
 
 
 def task_of(task: environment_pb2.Task) -> Task:
@@ -237,12 +239,19 @@ def _call(call: environment_pb2.ToolCall) -> ToolCall:
 def _observations(messages: Messages, roles: Sequence[str]) -> list[environment_pb2.Observation]:
     if isinstance(messages, str):
         messages = Message(roles[0], messages)
-    if isinstance(messages, Message):
+    if isinstance(messages, Message | ImageMessage):
         messages = [messages]
-    return [
-        environment_pb2.Observation(role=message.role, parts=[environment_pb2.Part(text=message.content)])
-        for message in messages
-    ]
+    return [environment_pb2.Observation(role=message.role, parts=map(_part, _parts(message))) for message in messages]
+
+
+def _parts(message: Message | ImageMessage) -> Sequence[str | Image]:
+    return [message.content] if isinstance(message, Message) else message.parts
+
+
+def _part(part: str | Image) -> environment_pb2.Part:
+    if isinstance(part, str):
+        return environment_pb2.Part(text=part)
+    return environment_pb2.Part(image=environment_pb2.ImagePart(media_type=part.media_type, data=part.data))
 
 
 def _tool(tool: Tool) -> environment_pb2.Tool:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import grpc
 
 from rolecall.data.continuation import Continuation
+from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.data.vllm_files import check_tool_parser
 from rolecall.environment.answers import roles_of, spec_problem
@@ -35,10 +36,41 @@ def explain_environment(settings: RunSettings, tokenizer: ChatTokenizer) -> Iter
         f"  the branches of its conversation are trained up to {settings.max_row_tokens} tokens an episode "
         "(environment.max_row_tokens)"
     )
-    yield from _explain_template(settings, section, Continuation(tokenizer))
+    continuation = _continuation(settings, tokenizer)
+    yield from _explain_template(settings, section, continuation)
+    if settings.max_environment_image_bytes:
+        yield _explain_images(settings, continuation)
     if section.tool_parser is not None:
         check_tool_parser(section.tool_parser)
         yield f"  calls of tools are read by vLLM's parser {section.tool_parser}"
+
+
+def _continuation(settings: RunSettings, tokenizer: ChatTokenizer) -> Continuation:
+    return Continuation(tokenizer, visual_tokens=PromptEncoder.of(settings, tokenizer).visual_tokens)
+
+
+def _explain_images(settings: RunSettings, continuation: Continuation) -> str:
+    """The line on the images that an environment may show. ConfigError when the chat template shows none."""
+    refusals = {role: continuation.image_refusal(role) for role in ROLES}
+    shown = [role for role, refusal in refusals.items() if refusal is None]
+    if not shown:
+        raise ConfigError(
+            f"environment.max_image_bytes: the chat template {refusals[ROLES[0]]}. Use a template that shows images "
+            "there, or leave it out"
+        )
+    return (
+        f"  it may show images of {settings.max_environment_image_bytes} bytes in an episode, in messages of "
+        f"{' and '.join(shown)}; each takes as many tokens as one of a prompt"
+    )
+
+
+def _problem(settings: RunSettings, continuation: Continuation, role: str) -> str | None:
+    """Returns why messages of `role` may begin segments, as the end of a sentence; None: they never do."""
+    with_tools = settings.environment is not None and settings.environment.tool_parser is not None
+    shows_images = settings.max_environment_image_bytes and continuation.image_refusal(role) is None
+    kinds = (False, True) if shows_images else (False,)
+    problems = (continuation.problem(role, with_tools=with_tools, with_images=kind) for kind in kinds)
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def _explain_template(settings: RunSettings, section: EnvironmentSection, continuation: Continuation) -> Iterator[str]:
@@ -54,7 +86,7 @@ def _explain_template(settings: RunSettings, section: EnvironmentSection, contin
     for role, refusal in refusals.items():
         if refusal is not None:
             yield f"  the chat template {refusal}; an environment may not speak as {role!r}"
-        elif (problem := continuation.problem(role, with_tools=with_tools)) is None:
+        elif (problem := _problem(settings, continuation, role)) is None:
             stable.append(role)
         else:
             forks = True
@@ -78,17 +110,32 @@ def _tokens_of_forks(settings: RunSettings, section: EnvironmentSection) -> tupl
     return first + more, num_turns * first + more * (num_turns + 1) // 2
 
 
-def row_problem(
+def run_problem(
+    settings: RunSettings, spec: environment_pb2.DescribeEnvironmentResponse, continuation: Continuation
+) -> str | None:
+    """Returns what keeps the run from an environment that says this of itself, by the run's chat template; None:
+    nothing does.
+    """
+    if not spec.runs_episodes:
+        return _row_problem(settings, spec, continuation)
+    if not settings.shows_images:
+        return None
+    return (
+        "data.images_field, environment.max_image_bytes: it runs its episodes itself (runs_episodes), and what its "
+        "agent asks the policy is text; leave both out, or use an environment that the rollout steps"
+    )
+
+
+def _row_problem(
     settings: RunSettings, spec: environment_pb2.DescribeEnvironmentResponse, continuation: Continuation
 ) -> str | None:
     """Returns why the run must say how many tokens a row may have; None: it says so, or need not. It must where the
-    rollout steps the turns and the chat template begins segments for what the environment speaks as.
+    chat template begins segments for what the environment speaks as.
     """
     section = settings.environment
-    if section is None or section.max_row_tokens is not None or section.max_turns == 1 or spec.runs_episodes:
+    if section is None or section.max_row_tokens is not None or section.max_turns == 1:
         return None
-    with_tools = section.tool_parser is not None
-    problems = (continuation.problem(role, with_tools=with_tools) for role in roles_of(spec))
+    problems = (_problem(settings, continuation, role) for role in roles_of(spec))
     problem = next((found for found in problems if found is not None), None)
     if problem is None:
         return None
@@ -118,11 +165,17 @@ def environment_fits(settings: RunSettings) -> Callable[[grpc.aio.Channel], Awai
                     f"at a time; raise it, or lower {setting}"
                 )
         _check_reward(settings, spec)
-        continuation = Continuation(ChatTokenizer.of(settings.model))
+        continuation = _continuation(settings, ChatTokenizer.of(settings.model))
         for role in roles_of(spec):
             if (unfit := continuation.refusal(role)) is not None:
                 raise ConfigError(f"is environment {spec.name!r}, which speaks as {role!r}: the chat template {unfit}")
-        if (problem := row_problem(settings, spec, continuation)) is not None:
+        if settings.max_environment_image_bytes:
+            unfits = [continuation.image_refusal(role) for role in roles_of(spec)]
+            if all(unfits):
+                raise ConfigError(
+                    f"is environment {spec.name!r}: with environment.max_image_bytes, the chat template {unfits[0]}"
+                )
+        if (problem := run_problem(settings, spec, continuation)) is not None:
             raise ConfigError(f"is environment {spec.name!r}; {problem}")
 
     return ask

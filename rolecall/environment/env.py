@@ -54,7 +54,25 @@ class Tool:
     """JSON Schema of its arguments, an object."""
 
 
-Messages: TypeAlias = str | Message | Sequence[Message]
+@dataclass(frozen=True)
+class Image:
+    """An image that the policy sees."""
+
+    data: bytes = field(repr=False)
+    """A file that Pillow reads: PNG, JPEG or another."""
+    media_type: str = "image/png"
+
+
+@dataclass(frozen=True)
+class ImageMessage:
+    """A message that shows images, for runs with `environment.max_image_bytes`."""
+
+    role: str
+    parts: Sequence[str | Image]
+    """Texts and images in their order."""
+
+
+Messages: TypeAlias = str | Message | ImageMessage | Sequence[Message | ImageMessage]
 """What the policy reads; text alone is one message of the first role that `serve` was given."""
 
 

@@ -108,7 +108,7 @@ class RunSettings(Section):
             Given.TEACHER: distillation is not None,
             Given.TEACHER_TOPK: distillation is not None and distillation.top_k is not None,
             Given.SAMPLED_ROUTING: self.actor.router_replay == "r3",
-            Given.IMAGES: self.data.images_field is not None,
+            Given.IMAGES: self.shows_images,
             Given.OLD_ROUTING: self.actor.router_replay == "r2",
         }
         needed = algorithm.advantage.needs
@@ -129,9 +129,19 @@ class RunSettings(Section):
         return {name: setting for name, setting in asked.items() if name in held}
 
     @property
+    def shows_images(self) -> bool:
+        """Whether the policy may be shown images: by its prompts, or by its environment."""
+        return self.data.images_field is not None or self.max_environment_image_bytes > 0
+
+    @property
+    def max_environment_image_bytes(self) -> int:
+        """Most bytes of images that the environment shows in an episode; 0: it shows none."""
+        return 0 if self.environment is None else self.environment.max_image_bytes or 0
+
+    @property
     def freezes_vision_tower(self) -> bool:
-        """Whether a vision tower stays as it is: it learns nothing from prompts of text."""
-        return self.model.freeze_vision_tower or self.data.images_field is None
+        """Whether a vision tower stays as it is: it learns nothing where no images are shown."""
+        return self.model.freeze_vision_tower or not self.shows_images
 
     @property
     def takes_shifts(self) -> bool:

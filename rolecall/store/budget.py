@@ -64,7 +64,8 @@ class StoreBudget:
         it is tokenized, when its turn comes.
         """
         algorithm = settings.algorithm
-        longest_bytes = _row_bytes(settings, settings.max_row_tokens, 1) + prompt.images
+        shown = settings.max_environment_image_bytes
+        longest_bytes = _row_bytes(settings, settings.max_row_tokens, 1) + prompt.images + shown
         group_bytes = settings.responses_per_group * longest_bytes + 2 * prompt.text + prompt.images
         budget = cls(
             int(settings.store.max_bytes * STORE_SHARE),
@@ -85,8 +86,10 @@ class StoreBudget:
                     if prompt.images
                     else ""
                 )
+                + (f", and as much as environment.max_image_bytes {shown}" if shown else "")
                 + f"; rows may take {STORE_SHARE:.0%} of the store); "
                 "raise it, or lower sampling.max_tokens, environment.max_row_tokens, algorithm.groups_per_batch"
+                + (", environment.max_image_bytes" if shown else "")
                 + (", sampling.num_responses, the files of images" if prompt.images else "")
                 + " or what data.train says of a prompt besides"
             )
@@ -94,9 +97,11 @@ class StoreBudget:
 
 
 def batch_bytes(settings: RunSettings, batch: TrainBatch, prompt: PromptBytes) -> int:
-    """Bytes that the rows of a trained batch hold until a checkpoint covers it, where each prompt takes `prompt`."""
+    """Bytes that the rows of a trained batch hold at the most until a checkpoint covers it, where each prompt takes
+    `prompt`. Images of an environment are counted as they were shown.
+    """
     rows = rows_of(batch)
-    held = prompt.text * len(batch.gids) + prompt.images * len(rows)
+    held = prompt.text * len(batch.gids) + prompt.images * len(rows) + sum(ref.shown_image_bytes for ref in rows)
     return _row_bytes(settings, sum(ref.num_tokens for ref in rows), len(rows)) + held
 
 

@@ -57,12 +57,21 @@ class Rows:
         self._run = run
         self._num_shards = num_shards
 
-    def ref(self, id: str, token: str, num_tokens: int, segment_starts: Sequence[int] = ()) -> RowRef:
-        """Names the row of trajectory `id` (`<gid>/<i>`) of T = `num_tokens` that the attempt `token` writes, and where
-        its segments but the first begin.
+    def ref(
+        self, id: str, token: str, num_tokens: int, segment_starts: Sequence[int] = (), shown_image_bytes: int = 0
+    ) -> RowRef:
+        """Names the row of trajectory `id` (`<gid>/<i>`) of T = `num_tokens` that the attempt `token` writes. It says
+        where segments but the first begin, and the bytes of images that an environment showed.
         """
         shard = zlib.crc32(id.rpartition("/")[0].encode()) % self._num_shards
-        return RowRef(id=id, shard=shard, token=token, num_tokens=num_tokens, segment_starts=segment_starts)
+        return RowRef(
+            id=id,
+            shard=shard,
+            token=token,
+            num_tokens=num_tokens,
+            segment_starts=segment_starts,
+            shown_image_bytes=shown_image_bytes,
+        )
 
     def stage(self, ref: RowRef, columns: Mapping[str, Array], meta: TrajectoryMeta, expiry_s: int) -> None:
         """Writes one whole row that lives `expiry_s` seconds unless persisted. Safe to repeat. StoreFullError is

@@ -311,7 +311,9 @@ class Part(_message.Message):
     """Text."""
     @_builtins.property
     def image(self) -> Global___ImagePart:
-        """An image: an answer with one fails its episode in words."""
+        """An image, for a policy that sees images, in a run that lets its environment show them (environment.max_image_bytes); in
+        any other an answer with one fails its episode in words. An answer to a call has at most 16 MiB, images and all.
+        """
 
     def __init__(
         self,
@@ -338,9 +340,9 @@ class ImagePart(_message.Message):
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     media_type: _builtins.str
-    """Type of the data, as "image/png"."""
+    """Type of the data, as "image/png"; for people: the data says by itself what it is."""
     data: _builtins.bytes
-    """The encoded image."""
+    """The encoded image: a file that Pillow reads, of 8 bits a channel and at most 2^26 pixels. [message.images]"""
     def __init__(
         self,
         *,
@@ -367,7 +369,7 @@ class Observation(_message.Message):
     """One of DescribeEnvironmentResponse.roles."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
-        """What it says: the parts' texts, one after another."""
+        """What it says and shows, in this order: one part at least."""
 
     def __init__(
         self,

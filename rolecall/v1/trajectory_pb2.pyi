@@ -221,7 +221,9 @@ class Images(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Prompt.images, of the prompt that it answers."""
+        """Prompt.images, of the prompt that it answers, then those that an episode's environment showed, in their order. Each segment shows
+        the first ones, as many as it has; a placeholder that a policy sampled stands behind them all.
+        """
 
     def __init__(
         self,
@@ -421,11 +423,13 @@ class Episode(_message.Message):
     NUM_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CUT_OBSERVATION_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_IMAGES_FIELD_NUMBER: _builtins.int
     turn_rewards: _builtins.bool
     """Whether the environment says that turns are rewarded, so that a turn without a reward earned nothing."""
     ended_by: _builtins.str
     """Why it ended: "terminated" or "truncated" by the environment, else the budget that was spent: "turns", "tokens",
-    "time", or "malformed": too many turns in a row whose calls of tools could not be read.
+    "time", "images": a further one could not be shown (environment.max_image_bytes), or "malformed": too many turns in a row
+    whose calls of tools could not be read.
     """
     num_malformed: _builtins.int
     """Turns whose calls of tools could not be read; the policy was told so, and the environment heard nothing of them."""
@@ -435,6 +439,8 @@ class Episode(_message.Message):
     """Tokens that the rollout left out of the environment's answers before the policy read them; `messages` holds what it
     read.
     """
+    num_images: _builtins.int
+    """Images that its environment showed: the last so many of the column `images`."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """The conversation after the prompt's messages: what the environment said first, then the policy's turns and the
@@ -465,10 +471,11 @@ class Episode(_message.Message):
         num_tool_calls: _builtins.int = ...,
         tokens: Global___EpisodeTokens | None = ...,
         num_cut_observation_tokens: _builtins.int = ...,
+        num_images: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "messages", b"messages", "num_cut_observation_tokens", b"num_cut_observation_tokens", "num_malformed", b"num_malformed", "num_tool_calls", b"num_tool_calls", "reward", b"reward", "tokens", b"tokens", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_by", b"ended_by", "messages", b"messages", "num_cut_observation_tokens", b"num_cut_observation_tokens", "num_images", b"num_images", "num_malformed", b"num_malformed", "num_tool_calls", b"num_tool_calls", "reward", b"reward", "tokens", b"tokens", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -649,6 +656,7 @@ class RowRef(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SEGMENT_STARTS_FIELD_NUMBER: _builtins.int
+    SHOWN_IMAGE_BYTES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Trajectory id, "<gid>/<i>"."""
     shard: _builtins.int
@@ -657,6 +665,8 @@ class RowRef(_message.Message):
     """Fence of the attempt that wrote it, "<consumer>-<delivery count>"."""
     num_tokens: _builtins.int
     """T: prompt + response tokens, of all segments."""
+    shown_image_bytes: _builtins.int
+    """Bytes of the files of images that an environment showed in it, which stand in its column `images` behind those of its prompt; 0: it showed none."""
     @_builtins.property
     def segment_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Where each segment but the first begins in token_ids, ascending. A segment is one conversation with the policy, first prompt included: what is
@@ -671,10 +681,11 @@ class RowRef(_message.Message):
         token: _builtins.str = ...,
         num_tokens: _builtins.int = ...,
         segment_starts: _abc.Iterable[_builtins.int] | None = ...,
+        shown_image_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "num_tokens", b"num_tokens", "segment_starts", b"segment_starts", "shard", b"shard", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "num_tokens", b"num_tokens", "segment_starts", b"segment_starts", "shard", b"shard", "shown_image_bytes", b"shown_image_bytes", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -151,7 +151,7 @@ def _pull_settings(args: ServiceArgs, config: RolloutConfig, consumer: str) -> P
         generation_timeout_s=settings.rollout.generation_timeout_s,
         row_expiry_s=settings.store.row_expiry_s,
         max_deliveries=settings.controller.max_deliveries,
-        shows_images=settings.data.images_field is not None,
+        shows_images=settings.shows_images,
     )
 
 

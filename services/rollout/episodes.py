@@ -23,10 +23,16 @@ from rolecall.data.images.files import parts
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.images.tokens import run_lengths
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.environment.answers import CONTINUES, plain, roles_of
-from rolecall.environment.checks import row_problem
+from rolecall.environment.answers import CONTINUES, roles_of
+from rolecall.environment.checks import run_problem
 from rolecall.environment.client import EnvironmentClient, EpisodeSession, open_environment
-from rolecall.errors import ConfigError, EnvironmentAwayError, EpisodeLostError, PromptTooLongError
+from rolecall.errors import (
+    ConfigError,
+    EnvironmentAwayError,
+    EpisodeLostError,
+    InvalidInputError,
+    PromptTooLongError,
+)
 from rolecall.settings import RunSettings
 from rolecall.store.prompts import Claim
 from rolecall.telemetry import Metrics, export
@@ -39,6 +45,7 @@ from services.rollout.single_turn import SingleTurns
 from services.rollout.trajectories import group_requests, prompt_token_ids
 from services.rollout.turns.observations import Observations
 from services.rollout.turns.prompts import PromptThread
+from services.rollout.turns.shown import NUM_OPENED, ShownImage, chat_message, files_of, opened, showing
 from services.rollout.turns.tool_calls import Heard, SessionCalls, ToolCalls, ToolSchema, tool_schemas
 from services.rollout.turns.tree import Tree, Turn, TurnPrompt
 
@@ -58,6 +65,8 @@ class EpisodeSettings:
     max_prompt_tokens: int
     """Longest first prompt: the row's messages and what the environment says first."""
     max_turns: int
+    max_image_bytes: int
+    """Most bytes of the images that the environment shows in an episode; 0: it shows none."""
     max_row_tokens: int
     """Most tokens of an episode's segments together."""
     max_malformed: int
@@ -133,9 +142,12 @@ class Episodes:
         self._environment = environment
         self._tokenizer = tokenizer
         self._tool_calls = tool_calls
-        self._continuation = Continuation(tokenizer)
+        self._continuation = Continuation(tokenizer, visual_tokens=prompts.visual_tokens)
         """Answers what the template can do, on the event loop."""
         self._prompts = prompts
+        self._visual_tokens = prompts.visual_tokens if settings.max_image_bytes else None
+        """The tokens of images that the environment may show; None: it may show none."""
+        self._open = asyncio.Semaphore(NUM_OPENED)
         self._observations = observations
         self._problem = problem
         self._runs = AgentRuns(
@@ -158,11 +170,6 @@ class Episodes:
         if (problem := self._problem(self._environment.spec, self._continuation)) is not None:
             raise ConfigError(problem)
         if self._environment.spec.runs_episodes:
-            if self._prompts.visual_tokens is not None:
-                raise ConfigError(
-                    f"data.images_field: environment {self._environment.spec.name!r} runs its episodes itself, and "
-                    "what its agent asks the policy is text; remove it, or use an environment that the rollout steps"
-                )
             await self._runs.endpoint.start()
         places, needed = self._environment.max_sessions, self._settings.responses_per_group
         if not places:
@@ -258,8 +265,8 @@ class Episodes:
             began_at = time.monotonic()
             try:
                 opening = await session.reset(_task(place.prompt), place.request.seed)
-                runs = self._environment.spec.runs_episodes
-                first = None if runs else await self._first(place, opening)
+                runs, files = self._environment.spec.runs_episodes, self._files(opening.messages)
+                first = None if runs else await self._first(place, opening, files)
                 return _Begun(session, first, began_at, ends_at, attempt)
             except EpisodeLostError as error:
                 session.leave()
@@ -299,17 +306,27 @@ class Episodes:
                 "in its place"
             ) from error
 
-    async def _first(self, place: _Place, opening: environment_pb2.ResetResponse) -> _First:
-        """The first prompt: the row's messages and what the environment said, rendered once."""
+    async def _first(self, place: _Place, opening: environment_pb2.ResetResponse, files: Sequence[bytes]) -> _First:
+        """The first prompt: the row's messages and what the environment said, with the images in `files`, rendered
+        once.
+        """
         own = _spoken(place.prompt.messages)
         if place.request.images:
             own = tuple({**message, "content": parts(message["content"])} for message in own)
-        messages = (*own, *_spoken(plain(opening.messages)))
+        if sum(map(len, files)) > self._settings.max_image_bytes:
+            raise InvalidInputError(
+                f"the first messages of episode {place.name} show images of more than environment.max_image_bytes "
+                f"{self._settings.max_image_bytes}; raise it, or have the environment show less"
+            )
+        images = (*self._own_images(place), *await self._opened(files))
+        messages = (*own, *map(chat_message, opening.messages))
         tools = tool_schemas(opening.tools)
         calls = self._tool_calls.of_session(tools) if self._tool_calls is not None and tools else None
-        opened = partial(self._prompts.continuation.opening, messages, tools, len(own), self._image_tokens(place))
+        image_tokens = [image.num_tokens for image in images]
+        rendered = partial(self._prompts.continuation.opening, messages, tools, len(own), image_tokens)
         try:
-            ids = await self._prompts.run(opened)
+            with showing(messages[len(own) :]):
+                ids = await self._prompts.run(rendered)
         except PromptTooLongError as error:
             raise PromptTooLongError(f"the first prompt of episode {place.name}: {error.message}") from error
         if len(ids) > self._settings.max_prompt_tokens:
@@ -319,18 +336,38 @@ class Episodes:
             )
         self._replica.require_room(ids, f"episode {place.name}")
         longest = min(len(ids) + place.request.sampling.max_tokens, self._replica.info.max_model_tokens)
-        return _First(TurnPrompt(None, messages, ids, longest, "first"), tools, calls)
+        return _First(TurnPrompt(None, messages, ids, longest, "first", images), tools, calls)
 
-    def _image_tokens(self, place: _Place) -> list[int]:
-        """The tokens of each image that the first prompt shows: as many as it has in the row's own."""
-        tokens = self._prompts.visual_tokens
-        return [] if tokens is None else run_lengths(prompt_token_ids(place.prompt), tokens.token_id)
+    def _own_images(self, place: _Place) -> Iterable[ShownImage]:
+        """The images that the row shows."""
+        tokens, files = self._prompts.visual_tokens, place.request.images
+        if not files or tokens is None:
+            return ()
+        # a prompt that was in flight at a checkpoint may have the tokens of the environment's images, too
+        lengths = run_lengths(prompt_token_ids(place.prompt), tokens.token_id)[: len(files)]
+        return map(ShownImage, files, lengths)
+
+    def _files(self, messages: Iterable[environment_pb2.Observation]) -> Sequence[bytes]:
+        """The files of the images that the environment's messages show. EpisodeLostError where the run shows none."""
+        files = files_of(messages)
+        if files and self._visual_tokens is None:
+            raise EpisodeLostError(
+                "the environment answered an image, and this run shows none of it: set environment.max_image_bytes, "
+                "for a model that sees images, or have it answer text"
+            )
+        return files
+
+    async def _opened(self, files: Sequence[bytes]) -> tuple[ShownImage, ...]:
+        """The images in `files` of the environment. EpisodeLostError when one cannot be shown."""
+        if not files or self._visual_tokens is None:
+            return ()
+        async with self._open:  # bounded: by generation_timeout_s of whoever asks, as what is inside
+            return await asyncio.to_thread(opened, files, self._visual_tokens)
 
     async def _play(self, place: _Place, begun: _Begun, first: _First) -> tuple[SampleRequest, Response]:
         """Turns until the episode is over or a budget is spent."""
         own = len(place.prompt.messages)
-        images = self._image_tokens(place)
-        tree = Tree(place.request, self._prompts.continuation, self._settings.max_row_tokens, own, images)
+        tree = Tree(place.request, self._prompts.continuation, self._settings.max_row_tokens, own)
         prompt, shown, num_malformed = first.prompt, first.prompt.messages, 0
 
         def ended(ended_by: str, reward: trajectory_pb2.EpisodeReward | None) -> tuple[SampleRequest, Response]:
@@ -344,29 +381,39 @@ class Episodes:
 
         while True:
             turn, calls = await self._turn(tree, prompt, first)
+            files: Sequence[bytes] = ()
             if calls.problem:
                 num_malformed += 1
-                said = [trajectory_pb2.Message(role=self._tool_role, content=calls.problem)]
+                heard: Sequence[ChatMessage] = [{"role": self._tool_role, "content": calls.problem}]
             else:
                 num_malformed = 0
                 answer = await begun.session.step(turn.text, is_cut=turn.is_cut, tool_calls=calls.calls)
+                files = self._files(answer.messages)
                 if answer.state != CONTINUES:
                     over = "terminated" if answer.state == environment_pb2.EPISODE_STATE_TERMINATED else "truncated"
                     return ended(over, answer.reward if answer.HasField("reward") else None)
                 if answer.HasField("reward"):
                     turn.reward = answer.reward.value
-                shorten = partial(self._observations.shortened, plain(answer.messages))
-                said, num_left_out = await self._prompts.run(shorten)
+                shorten = partial(self._observations.shortened, [*map(chat_message, answer.messages)])
+                heard, num_left_out = await self._prompts.run(shorten)
                 tree.num_cut_observation_tokens += num_left_out
-            told, heard = {"role": "assistant", "content": turn.text}, _spoken(said)
+            told = {"role": "assistant", "content": turn.text}
             shown = (*shown, turn.told, *heard)
-            going_on = partial(tree.after, turn, (*prompt.messages, told, *heard), first.tools, shown)
-            try:
-                prompt = await self._prompts.run(going_on)
-                has_room = prompt.room >= 1
-            except PromptTooLongError:
-                has_room = False
-            spent = self._spent(begun, turn.number, num_malformed, has_room=has_room)
+            spent = self._spent(turn.number, num_malformed)
+            if not spent and files:
+                num_bytes = sum(len(image.file) for image in prompt.images[len(place.request.images) :])
+                spent = self._spent_on_images(num_bytes + sum(map(len, files)), tree, begun)
+            if not spent:
+                images = await self._opened(files)
+                going_on = partial(tree.after, turn, (*prompt.messages, told, *heard), first.tools, shown, images)
+                try:
+                    with showing(shown[own:]):
+                        prompt = await self._prompts.run(going_on)
+                    spent = "" if prompt.room >= 1 else "tokens"
+                except PromptTooLongError:
+                    spent = "tokens"
+            if not spent and time.monotonic() >= begun.ends_at:
+                spent = "time"
             if spent:
                 return ended(spent, await begun.session.grade())
 
@@ -388,14 +435,22 @@ class Episodes:
         roles = roles_of(self._environment.spec)
         return "tool" if "tool" in roles else roles[0]
 
-    def _spent(self, begun: _Begun, num_turns: int, num_malformed: int, *, has_room: bool) -> str:
-        """The budget that leaves no turn after the `num_turns` there were; empty while there is none."""
+    def _spent(self, num_turns: int, num_malformed: int) -> str:
+        """The budget that leaves no turn after the `num_turns` there were, whatever its prompt; empty while there is
+        none.
+        """
         if num_malformed >= self._settings.max_malformed:
             return "malformed"
-        if num_turns >= self._settings.max_turns:
-            return "turns"
-        if not has_room:
-            return "tokens"
+        return "turns" if num_turns >= self._settings.max_turns else ""
+
+    def _spent_on_images(self, num_bytes: int, tree: Tree, begun: _Begun) -> str:
+        """The budget that keeps an episode from being shown another image, with which it has `num_bytes` of the
+        environment's; empty while there is none. Behind a placeholder that the policy sampled nobody could tell which
+        one stands for the image. No image is opened that nobody has the time to be shown.
+        """
+        tokens = self._visual_tokens
+        if num_bytes > self._settings.max_image_bytes or (tokens is not None and tree.has_sampled(tokens.token_id)):
+            return "images"
         return "time" if time.monotonic() >= begun.ends_at else ""
 
 
@@ -423,6 +478,7 @@ def sampler_of(
         responses_per_group=settings.responses_per_group,
         max_prompt_tokens=settings.data.max_prompt_tokens,
         max_turns=section.max_turns,
+        max_image_bytes=settings.max_environment_image_bytes,
         max_row_tokens=settings.max_row_tokens,
         max_malformed=section.max_malformed,
         max_attempts=section.max_attempts,
@@ -441,7 +497,7 @@ def sampler_of(
         endpoint,
         prompts,
         Observations(prompts.tokenizer, section.max_observation_tokens, section.observation_cut),
-        partial(row_problem, settings),
+        partial(run_problem, settings),
     )
 
 

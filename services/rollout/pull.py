@@ -75,7 +75,7 @@ class PullSettings:
     max_deliveries: int
     """Failures after which an abandoned group is given to nobody else."""
     shows_images: bool = False
-    """Whether prompts may show images."""
+    """Whether prompts or environments may show images."""
 
 
 @dataclass(eq=False)

@@ -55,6 +55,8 @@ class Response:
     """What is known of it as an episode, whose sample holds what the environment said, too; None: a single response."""
     segment_starts: tuple[int, ...] = ()
     """Where each segment but the first begins, in the tokens of prompt and sample together."""
+    images: tuple[bytes, ...] = ()
+    """The images that an episode's environment showed."""
 
 
 class Replica:

@@ -36,7 +36,7 @@ class Staging:
         shows_images: bool,
     ) -> None:
         """`timeout_s` bounds the wait for room in the store; `row_expiry_s` is the life of rows whose group is not
-        committed; `shows_images`: whether prompts may show images, so that every row has a column of them.
+        committed; `shows_images`: whether the run may show images, so that every row has a column of them.
         """
         self._rows = rows
         self._tokenizer = tokenizer
@@ -53,7 +53,7 @@ class Staging:
         """
         group = claim.group
         refs, arrays, metas = [], [], []
-        images = {IMAGES: images_column(group.prompt)} if self._shows_images else {}
+        own = images_column(group.prompt.images)
         for index, (request, response) in enumerate(zip(requests, responses, strict=True)):
             id = trajectory_id(group.gid, index)
             meta = trajectory_meta(id, group.prompt, request, response, self._tokenizer, self._consumer)
@@ -62,8 +62,10 @@ class Staging:
                 meta.ClearField("prompt")  # once a group: it may be a megabyte of tests
             ids = request.prompt_token_ids
             num_tokens = len(ids) + len(response.sample.token_ids)
-            refs.append(self._rows.ref(id, claim.token, num_tokens, response.segment_starts))
-            arrays.append({**columns(ids, response), **images})
+            shown_bytes = sum(map(len, response.images))
+            refs.append(self._rows.ref(id, claim.token, num_tokens, response.segment_starts, shown_bytes))
+            images = images_column([*group.prompt.images, *response.images]) if response.images else own
+            arrays.append({**columns(ids, response), **({IMAGES: images} if self._shows_images else {})})
             metas.append(meta)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s

@@ -3,7 +3,7 @@ rows. Pure functions.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -93,9 +93,9 @@ def columns(ids: Sequence[int], response: Response) -> dict[str, Array]:
     }
 
 
-def images_column(prompt: trajectory_pb2.Prompt) -> Array:
-    """The column `images` of every row that answers `prompt`: uint8 [bytes], none of a prompt of text."""
-    return np.frombuffer(trajectory_pb2.Images(files=prompt.images).SerializeToString(), dtype=np.uint8)
+def images_column(files: Iterable[bytes]) -> Array:
+    """The column `images` of a row that shows `files`: uint8 [bytes], none of one that shows none."""
+    return np.frombuffer(trajectory_pb2.Images(files=files).SerializeToString(), dtype=np.uint8)
 
 
 def token_ledger(responses: Sequence[Response], num_responses: int) -> trajectory_pb2.EpisodeTokens:

@@ -24,6 +24,7 @@ from rolecall.rpc.server_calls import ServerCalls
 from rolecall.scoring.scores import component_spec
 from rolecall.settings import RpcSection
 from rolecall.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
+from tests.pictures import picture
 
 SERVICE_NAME = "rolecall.v1.EnvironmentService"
 NUM_TURNS = 4
@@ -191,6 +192,7 @@ class Honest(environment_pb2_grpc.EnvironmentServiceServicer):
         """The answer follows from everything that was said in the episode."""
         text = f"{len(kept.said)}: {len(''.join(kept.said))} characters, seed {kept.request.seed}"
         answer = Answer(messages=[message("tool", text)], state=State.EPISODE_STATE_CONTINUES)
+        answer.messages[0].parts.add().image.data = picture(8, 8, len(kept.said))
         answer.reward.value = 0.125
         if len(kept.said) == self.most_turns(kept):
             answer.state = State.EPISODE_STATE_TERMINATED

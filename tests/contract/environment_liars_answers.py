@@ -22,6 +22,7 @@ from tests.contract.environment_honest import (
     message,
 )
 from tests.contract.liars import Liars
+from tests.pictures import picture
 
 LIARS = Liars(Honest)
 
@@ -166,6 +167,19 @@ class Moody(Honest):
         return opening
 
 
+@LIARS.being("describe.deterministic")
+class Flickering(Honest):
+    """It says the same in each episode, and shows something else."""
+
+    number = 0
+
+    async def boot(self, request: ResetCall) -> Opening:
+        opening = await super().boot(request)
+        self.number += 1
+        opening.messages[0].parts.add().image.data = picture(8, 8, self.number)
+        return opening
+
+
 @LIARS.changing("message.roles", "change_answer")
 def a_role_was_not_declared(answer: Answer) -> None:
     answer.messages[0].role = "system"
@@ -182,8 +196,19 @@ def a_message_is_empty(answer: Answer) -> None:
 
 
 @LIARS.changing("message.parts", "change_opening")
-def the_first_message_has_an_image(opening: Opening) -> None:
+def a_part_says_and_shows_nothing(opening: Opening) -> None:
+    opening.messages[0].parts.add()
+
+
+@LIARS.changing("message.images", "change_opening")
+def the_first_message_has_an_image_of_nothing(opening: Opening) -> None:
     opening.messages[0].parts.add().image.media_type = "image/png"
+
+
+@LIARS.changing("message.images", "change_answer")
+def an_image_is_cut_short(answer: Answer) -> None:
+    image = answer.messages[0].parts[1].image
+    image.data = image.data[:50]
 
 
 @LIARS.changing("tool.name", "change_opening")

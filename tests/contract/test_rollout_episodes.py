@@ -103,6 +103,7 @@ def sampler(
         "responses_per_group": 4,
         "max_prompt_tokens": 64,
         "max_turns": 16,
+        "max_image_bytes": 0,
         "max_row_tokens": 10**5,
         "max_malformed": 3,
         "max_attempts": 3,
@@ -136,6 +137,7 @@ async def rollout_in(
         consumer=consumer,
         sampler=chosen,
         generation_timeout_s=generation_timeout_s,
+        shows_images="visual_tokens" in settings,
     ) as rollout:
         yield rollout
 
@@ -226,16 +228,6 @@ async def test_every_turn_is_sampled_with_the_images_that_the_row_s_messages_sho
             assert num_segments == len(meta.episode.turns)
 
 
-async def test_an_agent_s_environment_is_refused_where_prompts_show_images(store: StoreUnderTest, folder: Path) -> None:
-    tokens = VisualTokens(PAD, 4, 2, 64, 4096)
-    async with environment(Plain, runs_episodes=True) as (address, _):
-        async with rollout_in(store, folder, address, visual_tokens=tokens) as rollout:
-            rollout.admit(1)
-            await rollout.publish(1)
-            with pytest.raises(ConfigError, match=r"data\.images_field: environment .* runs its episodes itself"):
-                await asyncio.wait_for(rollout.pulling, 20)
-
-
 class Plain(Talk):
     """The same without words that spell special tokens."""
 
@@ -296,7 +288,11 @@ async def test_rewards_travel_to_the_scorer_on_the_turns_last_tokens(store: Stor
 
 @pytest.mark.parametrize(
     ("settings", "max_tokens", "ended_by"),
-    [({"max_turns": 1}, 600, "turns"), ({}, 12, "tokens"), ({"budget_s": 0.0}, 600, "time")],
+    [
+        ({"max_turns": 1, "budget_s": 0.0}, 12, "turns"),
+        ({"budget_s": 0.0}, 12, "tokens"),
+        ({"budget_s": 0.0}, 600, "time"),
+    ],
 )
 async def test_a_spent_budget_is_graded_and_truncated(
     store: StoreUnderTest, folder: Path, settings: dict[str, Any], max_tokens: int, ended_by: str

@@ -1,12 +1,13 @@
 """Tools that come with the library, and the episode around them."""
 
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rolecall.environment import Action, Answer, Message, Opening, Task, ToolCall
+from rolecall.environment import Action, Answer, Image, ImageMessage, Message, Opening, Task, Tool, ToolCall
 from rolecall.environment.tools import ToolEpisode
 from rolecall.environment.tools.calculator import Calculator, evaluated
 from rolecall.environment.tools.episode import MAX_CHARS, shortened
@@ -88,6 +89,46 @@ def test_a_last_turn_that_was_cut_is_graded_and_no_end_of_its_own() -> None:
 def test_long_answers_lose_their_middle_and_say_so() -> None:
     assert shortened("a" * MAX_CHARS) == "a" * MAX_CHARS
     assert "[6 characters left out]" in shortened("a" * (MAX_CHARS + 6))
+
+
+class Camera:
+    """A tool that answers what it is given."""
+
+    tool = Tool("camera", "Shows.", {"type": "object"})
+
+    def __init__(self, answers: Any) -> None:
+        self._answers = answers
+
+    def call(self, arguments: Mapping[str, Any]) -> Any:
+        return self._answers
+
+
+def seen(answers: Any) -> Any:
+    episode = ToolEpisode([Camera(answers)], lambda task, answer: 0.0)
+    episode.reset(Task("t"), 0)
+    messages = episode.step(action_of((ToolCall("camera", {}),))).messages
+    assert isinstance(messages, list)
+    return messages[0]
+
+
+def test_a_tool_may_show_images() -> None:
+    assert seen(["a", Image(b"seen"), "b"]) == ImageMessage("tool", ["a", Image(b"seen"), "b"])
+    assert seen([]) == Message("tool", "")
+
+
+@pytest.mark.parametrize("lengths", [(MAX_CHARS + 6,), (1000,) * 6, (0, 1, MAX_CHARS, 0, 9), (MAX_CHARS // 2,) * 3])
+def test_the_texts_around_images_lose_their_middle_as_one(lengths: Sequence[int]) -> None:
+    texts = ["abcdefghij"[number % 10] * length for number, length in enumerate(lengths)]
+    shown = seen([part for text in texts for part in (text, Image(b"seen"))])
+    assert isinstance(shown, ImageMessage)
+    assert "".join(part for part in shown.parts if isinstance(part, str)) == shortened("".join(texts))
+    assert [part for part in shown.parts if not isinstance(part, str)] == [Image(b"seen")] * len(lengths)
+
+
+@pytest.mark.parametrize("answered", [{"temperature": 21}, ["a", 3], 21, None, {"a", "b"}])
+def test_what_is_no_answer_of_a_tool_is_refused_by_the_tool_s_name(answered: Any) -> None:
+    with pytest.raises(TypeError, match=r"the tool 'camera' answered .*; answer text, or a list of texts and Images"):
+        seen(answered)
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from tests.vision_rig import (
     OTHER_WIDE,
     SHOWS,
     WIDE,
+    make_episodes,
     make_row,
     make_rows,
     oracle_gradients,
@@ -50,16 +51,17 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: write_vision(root / family, family) for family in FAMILIES}
 
 
+@pytest.mark.parametrize(("rows", "num_images"), [(make_rows(), 4), (make_episodes(), 4)], ids=["prompts", "episodes"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_logprobs_and_gradients_agree_with_transformers_one_sequence_at_a_time(
-    paths: dict[str, Path], family: str
+    paths: dict[str, Path], family: str, rows: list[Row], num_images: int
 ) -> None:
-    rows, path = make_rows(), paths[family]
+    path = paths[family]
     engine = make_engine(path, optimizer=SECTION)
     microbatch = packed(path, rows, ("loss_mask",))
     assert microbatch.prefixes is not None
     assert microbatch.shown is not None
-    assert len(microbatch.shown.grids_I3) == 4  # each image once, however many rows show it
+    assert len(microbatch.shown.grids_I3) == num_images  # each image once, however many rows show it
     (outputs,) = engine.forward([microbatch])
     assert isinstance(outputs, TokenOutputs)
     model = oracle_model(path)
@@ -124,6 +126,22 @@ def test_two_images_of_one_size_under_the_same_tokens_are_computed_apart(paths: 
     assert alike.prefixes.num_saved == len(rows[0]["token_ids"])
     assert apart.prefixes is not None
     assert apart.prefixes.num_saved == list(rows[0]["token_ids"]).index(SHOWS)
+
+
+def test_episodes_share_what_they_have_alike_up_to_the_first_image_that_differs(paths: dict[str, Path]) -> None:
+    first, alike, other, *_ = rows = make_episodes()
+    assert np.array_equal(first["token_ids"], other["token_ids"])
+    ids = first["token_ids"].tolist()
+    whole, second_image = (
+        len(ids) - 2,
+        ids.index(SHOWS, ids.index(81)),
+    )  # all but the last turn's tokens; WIDE's are before
+    saved = {}
+    for name, pair in {"alike": (first, alike), "other": (first, other), "segment": (first, rows[-1])}.items():
+        prefixes = packed(paths["qwen3_vl"], list(pair)).prefixes
+        assert prefixes is not None
+        saved[name] = prefixes.num_saved
+    assert saved == {"alike": whole, "other": second_image, "segment": len(rows[-1]["token_ids"])}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -102,7 +102,7 @@ class RolloutTwin:
             settings.rollout.generation_timeout_s,
             settings.store.row_expiry_s,
             settings.controller.max_deliveries,
-            shows_images=settings.data.images_field is not None,
+            shows_images=settings.shows_images,
         )
         return cls(
             engine,

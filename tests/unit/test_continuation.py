@@ -9,10 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rolecall.data.continuation import Continuation
+from rolecall.data.continuation import ChatMessage, Continuation
+from rolecall.data.images.tokens import VisualTokens
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import InvalidInputError
-from tests.tiny_tokenizer import EOS_TOKEN_ID, THINKING_TEMPLATE, write_tokenizer
+from tests.pictures import PAD
+from tests.tiny_tokenizer import EOS_TOKEN_ID, THINKING_TEMPLATE, VISION_TEMPLATE, VISION_TOKENS, write_tokenizer
 
 OPEN = "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
 CLOSE = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -174,3 +176,50 @@ def test_thinking_goes_on_through_tools_and_is_dropped_at_the_next_question(tmp_
         assert (added is not None) == goes_on
         ids = continued.opening(talk) if added is None else ids + added
     assert tokenizer.spell(ids).count("hm") == 1, "what was thought before the last question is gone"
+
+
+NUMBERED_IMAGES = VISION_TEMPLATE.replace("{% for message", "{% set seen = namespace(n=0) %}{% for message", 1).replace(
+    "{% if part.type == 'image' %}", "{% if part.type == 'image' %}{% set seen.n = seen.n + 1 %}{{ seen.n }}: "
+)
+"""Shows the number of each image."""
+SHOWN: ChatMessage = {
+    "role": "user",
+    "content": [{"type": "text", "text": "<|image_pad|>"}, {"type": "image"}, {"type": "image"}],
+}
+
+
+@pytest.mark.parametrize("template", [VISION_TEMPLATE, NUMBERED_IMAGES], ids=["stable", "numbered"])
+def test_images_between_turns_are_what_the_whole_conversation_shows_of_them(tmp_path: Path, template: str) -> None:
+    write_tokenizer(tmp_path, template, VISION_TOKENS)
+    tokenizer = ChatTokenizer(tmp_path)
+    continued = Continuation(tokenizer, visual_tokens=VisualTokens(PAD, 4, 2, 64, 4096))
+    assert continued.image_refusal("user") is None
+    assert continued.problem("user") is None
+    assert (continued.problem("user", with_images=True) is None) == (template == VISION_TEMPLATE)
+    first: list[ChatMessage] = [{"role": "user", "content": [{"type": "image"}]}]
+    before = [*continued.opening(first, image_tokens=[3]), *tokenizer.encode("b"), EOS_TOKEN_ID]
+    talk: list[ChatMessage] = [*first, {"role": "assistant", "content": "b"}, SHOWN]
+    added = continued.ids(before, talk, 1, image_tokens=[3, 2, 4])
+    assert added is not None
+    assert [*before, *added] == continued.opening(talk, image_tokens=[3, 2, 4])
+    assert added.count(PAD) == 6
+
+
+def test_a_template_that_shows_no_image_says_so(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, more_tokens=VISION_TOKENS)
+    continued = Continuation(ChatTokenizer(tmp_path), visual_tokens=VisualTokens(PAD, 4, 2, 64, 4096))
+    assert "images in messages of the role 'user'" in (continued.image_refusal("user") or "")
+
+
+def test_a_template_that_shows_the_last_image_alone_says_so(tmp_path: Path) -> None:
+    """An episode's second image would leave none of its first."""
+    seen = "{% set ns = namespace(last=0) %}{% for each in messages %}{% if each.content is not string %}" + (
+        "{% set ns.last = loop.index %}{% endif %}{% endfor %}"
+    )
+    places = VISION_TEMPLATE.replace(
+        "{% for message in messages %}", "{% for message in messages %}{% set at = loop.index %}"
+    )
+    last = seen + places.replace("{% if part.type == 'image' %}", "{% if part.type == 'image' and at == ns.last %}")
+    write_tokenizer(tmp_path, last.replace("{{ part.text }}", "{{ part.text | default('') }}"), VISION_TOKENS)
+    continued = Continuation(ChatTokenizer(tmp_path), visual_tokens=VisualTokens(PAD, 4, 2, 64, 4096))
+    assert "has 1 tokens that stand for an image" in (continued.image_refusal("user") or "")

@@ -48,7 +48,7 @@ def test_what_is_left_out_is_in_no_lap_and_not_in_the_step() -> None:
 def test_episodes_are_told_by_their_turns_and_by_what_ended_them() -> None:
     settings = run_settings(algorithm={"groups_per_batch": 1})
     played = replace(
-        group(1, 1.0, 0.0), episodes=(EpisodeEnd(3, 2, 0, 7, "terminated"), EpisodeEnd(5, 4, 1, 0, "turns"))
+        group(1, 1.0, 0.0), episodes=(EpisodeEnd(3, 2, 0, 7, 2, "terminated"), EpisodeEnd(5, 4, 1, 0, 1, "turns"))
     )
     played.rows[0].segment_starts.extend([5, 9])
     values = of_batch(settings, 0, [played], [row(1), row(1)], {}).values()
@@ -60,11 +60,13 @@ def test_episodes_are_told_by_their_turns_and_by_what_ended_them() -> None:
         "episode/tool_calls": 3.0,
         "episode/malformed": 0.5,
         "episode/cut_observation_tokens": 3.5,
+        "episode/images": 1.5,
         "episode/terminated": 0.5,
         "episode/truncated": 0.0,
         "episode/out_of_turns": 0.5,
         "episode/out_of_tokens": 0.0,
         "episode/out_of_time": 0.0,
+        "episode/out_of_images": 0.0,
         "episode/out_of_calls": 0.0,
     }
 

@@ -7,14 +7,16 @@ import pytest
 from pydantic import ValidationError
 
 from rolecall.data.continuation import Continuation
+from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.environment.checks import explain_environment, row_problem
+from rolecall.environment.checks import explain_environment, run_problem
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import PromptBytes, StoreBudget
 from rolecall.v1 import environment_pb2
+from tests.pictures import write_seeing
 from tests.smallest import smallest_tree
-from tests.tiny_tokenizer import THINKING_TEMPLATE, write_tokenizer
+from tests.tiny_tokenizer import THINKING_TEMPLATE, VISION_TEMPLATE, VISION_TOKENS, write_tokenizer
 
 ADDRESS = {"address": "127.0.0.1:50080"}
 MUTE = "{% if messages | length > 1 %}{{ raise_exception('one question alone') }}{% endif %}{{ messages[0].content }}"
@@ -83,6 +85,60 @@ def test_check_says_what_ends_an_episode_and_that_the_template_is_prefix_stable(
     ]
 
 
+def test_check_says_where_the_template_shows_an_environment_s_images(tmp_path: Path) -> None:
+    seeing = write_seeing(tmp_path / "model")
+    shown = {"environment": {**ADDRESS, "max_image_bytes": 5000}, "model": {"path": str(seeing)}}
+    run = settings(tmp_path, {"kind": "environment"}, **shown)
+    assert list(explain_environment(run, ChatTokenizer(seeing)))[-1] == (
+        "  it may show images of 5000 bytes in an episode, in messages of user and tool; each takes as many tokens as "
+        "one of a prompt"
+    )
+    write_tokenizer(seeing, more_tokens=VISION_TOKENS)
+    with pytest.raises(
+        ConfigError, match=r"environment\.max_image_bytes: the chat template cannot be used with images"
+    ):
+        list(explain_environment(run, ChatTokenizer(seeing)))
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    blind = settings(tmp_path, {"kind": "environment"}, **{**shown, "model": {"path": str(tmp_path)}})
+    with pytest.raises(
+        ConfigError, match=r"environment\.max_image_bytes: model\.path \S+ is no model that sees images"
+    ):
+        list(explain_environment(blind, ChatTokenizer(tmp_path)))
+
+
+def test_messages_that_show_no_images_begin_no_segment_for_them(tmp_path: Path) -> None:
+    """The template joins what tools say as text, and shows the images of users alone."""
+    seeing = write_seeing(tmp_path / "model")
+    joined = "{% if message.role == 'tool' %}{{ 'it says: ' + message.content }}{% elif message.content is string %}"
+    write_tokenizer(seeing, VISION_TEMPLATE.replace("{% if message.content is string %}", joined), VISION_TOKENS)
+    shown = {"environment": {**ADDRESS, "max_image_bytes": 5000}, "model": {"path": str(seeing)}}
+    run, tokenizer = settings(tmp_path, {"kind": "environment"}, **shown), ChatTokenizer(seeing)
+    stable, images = list(explain_environment(run, tokenizer))[2:]
+    assert stable == "  the chat template is prefix-stable for messages of user and tool"
+    assert "in messages of user; " in images
+    spec = environment_pb2.DescribeEnvironmentResponse(roles=["user", "tool"])
+    continuation = Continuation(tokenizer, visual_tokens=PromptEncoder.of(run, tokenizer).visual_tokens)
+    assert run_problem(run, spec, continuation) is None
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"environment": {**ADDRESS, "max_image_bytes": 5000}}, {"data": {"images_field": "images"}}],
+    ids=["its own", "the row's"],
+)
+def test_an_agent_s_environment_is_refused_where_images_are_shown(tmp_path: Path, sections: dict[str, Any]) -> None:
+    given = {"environment": ADDRESS, **sections}
+    data = {**smallest_tree(tmp_path)["data"], **given.pop("data", {})}
+    run = settings(tmp_path, {"kind": "environment"}, **given, data=data)
+    write_tokenizer(tmp_path)
+    spec = environment_pb2.DescribeEnvironmentResponse(runs_episodes=True)
+    problem = run_problem(run, spec, Continuation(ChatTokenizer(tmp_path))) or ""
+    assert problem.startswith("data.images_field, environment.max_image_bytes: it runs its episodes itself")
+    text = settings(tmp_path, {"kind": "environment"}, environment=ADDRESS)
+    assert run_problem(text, spec, Continuation(ChatTokenizer(tmp_path))) is None
+
+
 def test_check_says_which_text_a_template_changes_and_what_that_costs(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, THINKING_TEMPLATE)
     run = settings(tmp_path, {"kind": "environment"}, environment=ADDRESS)
@@ -103,7 +159,7 @@ def test_a_run_whose_template_forks_must_say_for_what_a_row_has_room(tmp_path: P
 
     def problem(continuation: Continuation, spec: Any, **section: Any) -> str | None:
         run = settings(tmp_path, {"kind": "environment"}, environment={**ADDRESS, **section})
-        return row_problem(run, spec, continuation)
+        return run_problem(run, spec, continuation)
 
     found = problem(forking, stepped)
     assert found is not None

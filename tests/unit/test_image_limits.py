@@ -44,7 +44,9 @@ def test_what_becomes_of_the_tower_is_told(make_settings: MakeSettings, vision: 
         "trained with the rest (model.freeze_vision_tower)": shown(make_settings, vision),
         "stay as they are, as it is asked to": shown(make_settings, vision, model={"freeze_vision_tower": True}),
         "stay as they are, as adapters are of the": shown(make_settings, vision, actor={"lora": {}}),
-        "stay as they are, as prompts show no images (data.images_field)": shown(make_settings, vision, None),
+        "stay as they are, as no images are shown (data.images_field, environment.max_image_bytes)": shown(
+            make_settings, vision, None
+        ),
     }.items():
         (line,) = lines(settings)
         assert line.startswith("vision tower: 0.1")
@@ -96,7 +98,10 @@ def test_critics_and_references_must_see_what_the_policy_sees(
     make_settings: MakeSettings, vision: Path, text: Path, tmp_path: Path
 ) -> None:
     blind = shown(make_settings, vision, algorithm=REFERENCE, references={"ref": {"path": str(text)}})
-    with pytest.raises(ConfigError, match=r"references.ref.path \S+ is no model that sees images, which data.images_"):
+    with pytest.raises(
+        ConfigError,
+        match=r"references.ref.path \S+ is no model that sees images, which this run shows \(data\.images_field, ",
+    ):
         lines(blind)
     other = write_vision(tmp_path / "other", "qwen2_5_vl")
     write_image_processor(other, "qwen2_5_vl", patch=4, max_tokens=16)

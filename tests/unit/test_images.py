@@ -206,7 +206,7 @@ def test_a_processor_that_makes_other_tokens_is_refused(
 def test_a_model_of_text_has_no_tokens_for_images_and_is_refused_where_prompts_show_some(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     assert read_visual_tokens(tmp_path) is None
-    with pytest.raises(ConfigError, match=r"data\.images_field: model\.path .* is no model whose prompts may"):
+    with pytest.raises(ConfigError, match=r"data\.images_field: model\.path .* is no model that sees"):
         require_visual_tokens(tmp_path)
 
 

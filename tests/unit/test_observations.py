@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.v1 import trajectory_pb2
 from services.rollout.turns.observations import Observations, Side
 from tests.tiny_tokenizer import write_tokenizer
 
@@ -23,10 +22,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 
 def shortened(tokenizer: ChatTokenizer, text: str, max_tokens: int | None, cut: Side = "middle") -> tuple[str, int]:
-    told = trajectory_pb2.Message(role="tool", content=text)
+    told = {"role": "tool", "content": text}
     (message,), num_left_out = Observations(tokenizer, max_tokens, cut).shortened([told])
-    assert message.role == "tool"
-    return message.content, num_left_out
+    assert message["role"] == "tool"
+    return message["content"], num_left_out
 
 
 @pytest.mark.parametrize(
@@ -53,10 +52,28 @@ def test_the_longest_are_read_in_pieces_and_cut_where_they_would_be(tokenizer: C
 
 
 def test_each_message_has_its_own_length_and_the_sum_is_counted(tokenizer: ChatTokenizer) -> None:
-    told = [trajectory_pb2.Message(role="tool", content=text) for text in ("abcd", "ab", "abcdef")]
+    told = [{"role": "tool", "content": text} for text in ("abcd", "ab", "abcdef")]
     read, num_left_out = Observations(tokenizer, 2, "right").shortened(told)
-    assert [message.content for message in read] == ["ab[2 tokens left out]", "ab", "ab[4 tokens left out]"]
+    assert [message["content"] for message in read] == ["ab[2 tokens left out]", "ab", "ab[4 tokens left out]"]
     assert num_left_out == 6
+
+
+@pytest.mark.parametrize(
+    ("cut", "read"),
+    [
+        ("left", ["[6 tokens left out]", None, "g", None, "hij"]),
+        ("middle", ["ab[6 tokens left out]", None, None, "ij"]),
+        ("right", ["abc", None, "d[6 tokens left out]", None]),
+    ],
+)
+def test_the_text_around_images_is_cut_as_one_and_they_stay(
+    tokenizer: ChatTokenizer, cut: Side, read: list[str | None]
+) -> None:
+    image, texts = {"type": "image"}, [{"type": "text", "text": text} for text in ("abc", "defg", "hij")]
+    told = {"role": "tool", "content": [texts[0], image, texts[1], image, texts[2]]}
+    (message,), num_left_out = Observations(tokenizer, 4, cut).shortened([told])
+    assert ([part.get("text") for part in message["content"]], num_left_out) == (read, 6)
+    assert Observations(tokenizer, 10, cut).shortened([told]) == ([told], 0)
 
 
 def test_a_special_token_that_is_spelled_counts_as_its_letters(tokenizer: ChatTokenizer) -> None:

@@ -111,6 +111,32 @@ def test_one_large_image_is_counted_once_a_batch(make_settings: Callable[..., Ru
         StoreBudget.of(settings, large)
 
 
+def test_every_row_has_room_for_what_its_environment_may_show(make_settings: Callable[..., RunSettings]) -> None:
+    shown = {"address": "127.0.0.1:1", "max_image_bytes": 1000}
+    section = {"algorithm": {"groups_per_batch": 4}, "sampling": {"num_responses": 2}}
+    settings, without = (
+        make_settings(**section, environment={**shown, "max_image_bytes": size}) for size in (1000, None)
+    )
+    budgets = [StoreBudget.of(each, PromptBytes(10)).batch_bytes for each in (settings, without)]
+    columns = {column.name for column in settings.columns} - {column.name for column in without.columns}
+    assert columns == {"images"}
+    assert budgets[0] - budgets[1] >= 4 * 2 * 1000
+    large = make_settings(**section, environment={**shown, "max_image_bytes": 2**30})
+    with pytest.raises(ConfigError, match=r"environment\.max_image_bytes 1073741824.*, environment\.max_image_bytes"):
+        StoreBudget.of(large, PromptBytes(10))
+
+
+def test_a_trained_row_is_counted_with_what_its_environment_showed(make_settings: Callable[..., RunSettings]) -> None:
+    """Counted by their bound, rows of text would ask for checkpoints that nobody asked for."""
+    settings = make_settings(environment={"address": "127.0.0.1:1", "max_image_bytes": 2_000_000})
+    batch, text = (
+        TrainBatch(rows=[RowRef(num_tokens=128, shown_image_bytes=size)] * 8, gids=[1, 2]) for size in (5000, 0)
+    )
+    counted, of_text = (batch_bytes(settings, each, PromptBytes(10)) for each in (batch, text))
+    assert counted - of_text == 8 * 5000
+    assert of_text < 8 * 128 * 1024
+
+
 @pytest.mark.parametrize(
     "metadata",
     [

@@ -17,6 +17,7 @@ CHECKS: tuple[Check[EnvironmentSession], ...] = (
     describing.deterministic,
     answers.roles,
     answers.parts,
+    answers.images,
     answers.tool_names,
     answers.tool_schemas,
     answers.state,

@@ -1,10 +1,12 @@
 """Rules of an answer by itself: messages that can be read, a state, and rewards where they belong."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from rolecall.conformance.check import Verdict, failed, passed, skipped
 from rolecall.conformance.environment.contract import CONTRACT, REWARDS, TURNS
 from rolecall.conformance.environment.session import OVER, EnvironmentSession
+from rolecall.data.images.files import open_image
 from rolecall.environment.answers import (
     CONTINUES,
     parts_problem,
@@ -13,6 +15,7 @@ from rolecall.environment.answers import (
     scored_by,
     turn_reward_problem,
 )
+from rolecall.errors import InvalidInputError
 from rolecall.scoring.scores import components_problem, value_problem
 from rolecall.v1 import environment_pb2, reward_pb2, trajectory_pb2
 
@@ -66,15 +69,34 @@ async def roles(session: EnvironmentSession) -> Verdict:
     return passed(", ".join(declared))
 
 
-@CONTRACT.rule("message.parts", "Part.part", "Exactly one, and text: no release reads images yet.", TURNS)
+@CONTRACT.rule("message.parts", "Part.part", "Exactly one.", TURNS)
 async def parts(session: EnvironmentSession) -> Verdict:
-    """Looks for parts that are not text."""
+    """Looks for messages without parts, and for parts that are neither text nor image."""
     for where, messages in await _messages(session):
         for message in messages:
             problem = parts_problem(message)
             if problem:
                 return failed(f"{where}: it {problem}")
     return passed()
+
+
+@CONTRACT.rule(
+    "message.images",
+    "ImagePart.data",
+    "The encoded image: a file that Pillow reads, of 8 bits a channel and at most 2^26 pixels.",
+    TURNS,
+)
+async def images(session: EnvironmentSession) -> Verdict:
+    """Opens the images."""
+    num = 0
+    for where, messages in await _messages(session):
+        for part in (part for message in messages for part in message.parts if part.HasField("image")):
+            try:
+                await asyncio.to_thread(open_image, part.image.data)
+            except InvalidInputError as error:
+                return failed(f"{where}: {error.message}")
+            num += 1
+    return passed(f"{num} images" if num else "none")
 
 
 @CONTRACT.rule("tool.name", "Tool.name", "Name, unique within the session.", TURNS)

@@ -19,13 +19,14 @@ class PromptEncoder:
 
     tokenizer: ChatTokenizer
     visual_tokens: VisualTokens | None = None
-    """None: prompts are text."""
+    """None: the run shows no images."""
 
     @classmethod
     def of(cls, settings: RunSettings, tokenizer: ChatTokenizer) -> "PromptEncoder":
-        """The encoder of a run's prompts. ConfigError where they may show images and the model sees none."""
-        shows_images = settings.data.images_field is not None
-        return cls(tokenizer, require_visual_tokens(settings.model.path) if shows_images else None)
+        """The encoder of a run's prompts. ConfigError where the run may show images and the model sees none."""
+        asked_by = "environment.max_image_bytes" if settings.data.images_field is None else "data.images_field"
+        path = settings.model.path
+        return cls(tokenizer, require_visual_tokens(path, asked_by) if settings.shows_images else None)
 
     def encode(self, raw: RawPrompt, *, by_heads: bool = False) -> tuple[list[int], list[bytes]]:
         """The ids of the rendered prompt, each image's as often as it has tokens, and the images' files. ConfigError

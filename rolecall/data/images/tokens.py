@@ -152,13 +152,15 @@ def read_visual_tokens(path: Path, setting: str = "model.path") -> VisualTokens 
     return VisualTokens(*found.values())
 
 
-def require_visual_tokens(path: Path) -> VisualTokens:
-    """The tokens for images of the model in directory `path`. ConfigError for a model that sees none."""
+def require_visual_tokens(path: Path, asked_by: str = "data.images_field") -> VisualTokens:
+    """The tokens for images of the model in directory `path`. ConfigError for a model that sees none names the setting
+    `asked_by`.
+    """
     tokens = read_visual_tokens(path)
     if tokens is None:
         raise ConfigError(
-            f"data.images_field: model.path {path} is no model whose prompts may show images "
-            f"({', '.join(FAMILIES)}); use one of them, or remove data.images_field"
+            f"{asked_by}: model.path {path} is no model that sees images ({', '.join(FAMILIES)}); use one of them, or "
+            f"remove {asked_by}"
         )
     return tokens
 

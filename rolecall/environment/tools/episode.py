@@ -6,16 +6,18 @@ knows what the policy would have read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from rolecall.environment.env import Action, Answer, Env, Opening, Task, Tool, ToolCall
+from rolecall.environment.env import Action, Answer, Env, Image, ImageMessage, Opening, Task, Tool, ToolCall
 from rolecall.errors import InvalidInputError
 from rolecall.scoring.scores import Message, Score
 
 ROLE = "tool"
 """Role of what tools answer; serve the environment with it among its roles."""
 MAX_CHARS = 4000
-"""Longest answer of a tool; what is longer loses its middle, and says so."""
+"""Longest text of a tool's answer, whatever its parts; what is longer loses its middle, and says so."""
+Result: TypeAlias = str | Sequence[str | Image]
+"""A tool's answer: text, or texts and images in their order."""
 
 
 class CallableTool(Protocol):
@@ -26,7 +28,7 @@ class CallableTool(Protocol):
         """Returns what the policy is shown."""
         ...
 
-    def call(self, arguments: Mapping[str, Any]) -> str:
+    def call(self, arguments: Mapping[str, Any]) -> Result:
         """The result for the policy to read. InvalidInputError says what is wrong with the arguments."""
         ...
 
@@ -49,13 +51,13 @@ class ToolEpisode(Env):
         if not action.tool_calls:
             reward = self._reward(self._task, action.text)
             return Answer(reward=reward, is_over=not action.is_cut, is_truncated=action.is_cut)
-        return Answer([Message(ROLE, shortened(self._called(call))) for call in action.tool_calls])
+        return Answer([_message(call.name, self._called(call)) for call in action.tool_calls])
 
     def grade(self) -> float | Score:
         """The reward of no answer."""
         return self._reward(self._task, "")
 
-    def _called(self, call: ToolCall) -> str:
+    def _called(self, call: ToolCall) -> Result:
         try:
             if call.name not in self._tools:
                 raise InvalidInputError(f"there is no tool {call.name!r}")
@@ -64,9 +66,35 @@ class ToolEpisode(Env):
             return f"error: {error.message}"
 
 
+def _message(name: str, result: Result) -> Message | ImageMessage:
+    """TypeError for what is no answer of a tool, such as an object that it should have written as JSON."""
+    if isinstance(result, str):
+        return Message(ROLE, shortened(result))
+    if not isinstance(result, list | tuple) or not all(isinstance(part, str | Image) for part in result):
+        raise TypeError(
+            f"the tool {name!r} answered {type(result).__name__} {result!r:.100}; answer text, or a list of texts and "
+            "Images"
+        )
+    return ImageMessage(ROLE, _cut(result)) if result else Message(ROLE, "")
+
+
 def shortened(text: str) -> str:
     """The text, or its two ends where it is longer than MAX_CHARS."""
-    if len(text) <= MAX_CHARS:
-        return text
-    half = MAX_CHARS // 2
-    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+    return "".join(part for part in _cut([text]) if isinstance(part, str))
+
+
+def _cut(parts: Sequence[str | Image]) -> list[str | Image]:
+    """The parts, their texts cut as one."""
+    num_chars = sum(len(part) for part in parts if isinstance(part, str))
+    if num_chars <= MAX_CHARS:
+        return list(parts)
+    begin, end = MAX_CHARS // 2, num_chars - MAX_CHARS // 2
+    cut, at = list[str | Image](), 0
+    for part in parts:
+        if isinstance(part, str):
+            marker = f"\n[{end - begin} characters left out]\n" if at <= begin < at + len(part) else ""
+            cut.append(part[: max(0, begin - at)] + marker + part[max(0, end - at) :])
+            at += len(part)
+        else:
+            cut.append(part)
+    return cut

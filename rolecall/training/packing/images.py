@@ -2,8 +2,8 @@
 microbatch.
 
 A row's tokens hold an image's placeholder once for each feature that the tower makes of it. In each of its sequences
-the row's images stand one after another, from the first placeholder on; one that a policy sampled behind them is a
-token like any other. A later segment may show none.
+the first of the row's images stand one after another, from the first placeholder on: a segment shows those that its
+conversation had shown by then. A placeholder that a policy sampled behind all of them is a token like any other.
 
 All of it happens on the host, where an image's patches are once, whatever shows it, until the microbatches that do are
 computed. Which pixels a tower is given is image_processor.py's to say; it is imported where a reader is made, which
@@ -93,10 +93,20 @@ class ReadImages:
             self._image_of[file] = image
             yield
 
+    def check(self, row: Mapping[str, Array]) -> None:
+        """InvalidInputError when a whole row (token_ids and IMAGES) has more images than its tokens show."""
+        num_files, num_runs = len(Images.FromString(row[IMAGES].tobytes()).files), self._num_runs(row["token_ids"])
+        if num_runs < num_files:
+            raise InvalidInputError(f"a row has {num_files} images, and its tokens show {num_runs}")
+
     def shown_by(self, token_ids_T: Array, column: Array) -> list[bytes]:
-        """The files that a sequence shows, in order. `column` is its row's IMAGES."""
-        shows = (token_ids_T == self.token_id).any()
-        return list(Images.FromString(column.tobytes()).files) if shows else []
+        """The files that a sequence shows, in order: the first of its row's, whose IMAGES are `column`."""
+        num_runs = self._num_runs(token_ids_T)
+        return list(Images.FromString(column.tobytes()).files[:num_runs]) if num_runs else []
+
+    def _num_runs(self, token_ids_T: Array) -> int:
+        shows_T = token_ids_T == self.token_id
+        return int(shows_T[:1].sum() + (shows_T[1:] & ~shows_T[:-1]).sum())
 
     def size(self, image: Image) -> tuple[int, int]:
         """Rows and columns of the features of `image`."""

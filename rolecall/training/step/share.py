@@ -174,6 +174,9 @@ class _RowsRead:
         packed: list[Microbatch] = []
 
         def pieces() -> Iterator[None]:
+            if images is not None:
+                for row in self.rows:
+                    images.check(row)
             for indices in microbatches:
                 segments, places = self._segments(indices)
                 if images is not None:

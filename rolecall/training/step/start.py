@@ -58,7 +58,7 @@ def start_store_context(
     hooks: ProcessHooks = UNWATCHED,
 ) -> StoreRankContext:
     """Starts a rank of a run's role, its model loaded. ConfigError when the ranks or devices are not as configured."""
-    actor, shows_images = settings.actor, settings.data.images_field is not None
+    actor, shows_images = settings.actor, settings.shows_images
     options = EngineOptions(
         path=path,
         chat_template=read_template(settings.model.chat_template) if optimizer is not None else None,

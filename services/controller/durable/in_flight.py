@@ -40,7 +40,8 @@ def _prompt_of(rows: Rows, ref: trajectory_pb2.RowRef) -> trajectory_pb2.Prompt:
     (row,), (meta,) = rows.read_with_meta([ref], ["token_ids"], [IMAGES])
     meta.prompt.token_ids = row["token_ids"][: meta.num_prompt_tokens].tobytes()
     if IMAGES in row:
-        meta.prompt.images.extend(digests(trajectory_pb2.Images.FromString(row[IMAGES].tobytes()).files))
+        files = trajectory_pb2.Images.FromString(row[IMAGES].tobytes()).files
+        meta.prompt.images.extend(digests(files[: len(files) - meta.episode.num_images]))
     return meta.prompt
 
 

@@ -35,9 +35,11 @@ class EpisodeEnd:
     """Turns whose calls of tools could not be read."""
     num_cut_observation_tokens: int
     """Tokens left out of the environment's answers before the policy read them."""
+    num_images: int
+    """Images that the environment showed."""
     ended_by: str
     """"terminated" or "truncated" by the environment, else the budget that was spent: "turns", "tokens", "time",
-    "malformed".
+    "images", "malformed".
     """
     tokens: trajectory_pb2.EpisodeTokens | None = None
     """What came of all that was sampled in it, where an agent called the policy by itself."""

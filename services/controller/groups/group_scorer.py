@@ -292,6 +292,7 @@ def _scored_group(
                 meta.episode.num_tool_calls,
                 meta.episode.num_malformed,
                 meta.episode.num_cut_observation_tokens,
+                meta.episode.num_images,
                 meta.episode.ended_by,
                 meta.episode.tokens if meta.episode.HasField("tokens") else None,
             )

@@ -29,6 +29,7 @@ EPISODE_ENDS = {
     "turns": "out_of_turns",
     "tokens": "out_of_tokens",
     "time": "out_of_time",
+    "images": "out_of_images",
     "malformed": "out_of_calls",
 }
 """Names of the shares of episodes by what ended them."""
@@ -132,6 +133,7 @@ def of_batch(
             metrics.mean("episode/tool_calls", episode.num_tool_calls)
             metrics.mean("episode/malformed", episode.num_malformed)
             metrics.mean("episode/cut_observation_tokens", episode.num_cut_observation_tokens)
+            metrics.mean("episode/images", episode.num_images)
             if episode.tokens is not None:
                 _of_tokens(metrics, episode.tokens)
             for end, name in EPISODE_ENDS.items():

@@ -1,17 +1,17 @@
 """The length of what an environment answers: of a longer message a part is left out, and a marker says how much.
 
 Owns which part that is. The same text is always cut alike, so that an episode that is begun again reads as before. It
-is cut between characters, and stays text: who renders it sees to special tokens that it spells. Pure functions of a
-tokenizer.
+is cut between characters, and stays text: who renders it sees to special tokens that it spells. Images are no part of
+the length, and stay. Pure functions of a tokenizer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
 
+from rolecall.data.continuation import ChatMessage
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array
 
 Side: TypeAlias = Literal["left", "middle", "right"]
@@ -30,26 +30,40 @@ class Observations:
         self._max_tokens = max_tokens
         self._cut = cut
 
-    def shortened(self, messages: Sequence[trajectory_pb2.Message]) -> tuple[list[trajectory_pb2.Message], int]:
+    def shortened(self, messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], int]:
         """The messages as the policy reads them, and how many tokens were left out of them."""
-        cut = [self._of_text(message.content) for message in messages]
-        short = [
-            trajectory_pb2.Message(role=message.role, content=text)
-            for message, (text, _) in zip(messages, cut, strict=True)
+        cut = [self._of_content(message["content"]) for message in messages]
+        short: list[ChatMessage] = [
+            {**message, "content": content} for message, (content, _) in zip(messages, cut, strict=True)
         ]
         return short, sum(num_left_out for _, num_left_out in cut)
 
-    def _of_text(self, text: str) -> tuple[str, int]:
+    def _of_content(self, content: str | Sequence[Mapping[str, str]]) -> tuple[str | Sequence[Mapping[str, str]], int]:
+        if isinstance(content, str):
+            (text,), num_left_out = self._of_texts([content])
+            return text, num_left_out
+        texts, num_left_out = self._of_texts([part.get("text", "") for part in content])
+        parts = [{**part, "text": text} if "text" in part else part for part, text in zip(content, texts, strict=True)]
+        return [part for part in parts if part.get("text") != ""], num_left_out
+
+    def _of_texts(self, texts: Sequence[str]) -> tuple[Sequence[str], int]:
+        """One text that stands in parts, cut as a whole."""
+        text = "".join(texts)
         if self._max_tokens is None:
-            return text, 0
+            return texts, 0
         spans = np.concatenate([self._spans(text, at) for at in range(0, max(1, len(text)), _PIECE_CHARS)])
         num_left_out = len(spans) - self._max_tokens
         if num_left_out <= 0:
-            return text, 0
+            return texts, 0
         first = {"left": 0, "middle": (self._max_tokens + 1) // 2, "right": self._max_tokens}[self._cut]
         # a character of which a token is left out is left out whole
-        begins, ends = spans[first, 0], spans[first + num_left_out - 1, 1]
-        return f"{text[:begins]}[{num_left_out:,} tokens left out]{text[ends:]}", num_left_out
+        begins, ends = int(spans[first, 0]), int(spans[first + num_left_out - 1, 1])
+        short, at = list[str](), 0
+        for part in texts:
+            marker = f"[{num_left_out:,} tokens left out]" if at <= begins < at + len(part) else ""
+            short.append(part[: max(0, begins - at)] + marker + part[max(0, ends - at) :])
+            at += len(part)
+        return short, num_left_out
 
     def _spans(self, text: str, at: int) -> Array:
         """The characters of each token in the piece of `text` that begins `at` there."""

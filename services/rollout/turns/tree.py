@@ -18,6 +18,7 @@ from rolecall.trajectory import turn_seed
 from rolecall.v1 import trajectory_pb2
 from services.rollout.replica import Response
 from services.rollout.sampling import SampleRequest
+from services.rollout.turns.shown import ShownImage
 from services.rollout.turns.transcript import Transcript
 
 
@@ -35,6 +36,8 @@ class TurnPrompt:
     """Most tokens of the conversation as it is shown, the turn included."""
     branch: str
     """Why it begins a branch; empty: it does not."""
+    images: tuple[ShownImage, ...] = ()
+    """The images that the conversation shows."""
 
     @property
     def room(self) -> int:
@@ -105,17 +108,14 @@ class Tree:
         continuation: Continuation,
         max_row_tokens: int,
         num_own_messages: int = 0,
-        image_tokens: Sequence[int] = (),
     ) -> None:
-        """`first` is the request for a single response; its prompt is not used, but for its images. `max_row_tokens`:
-        most tokens of all segments together, at least those of one. The first `num_own_messages` of a conversation are
-        the run's own, and show images of as many tokens as `image_tokens` says.
+        """`first` is the request for a single response; its prompt is not used. `max_row_tokens`: most tokens of all
+        segments together, at least those of one. The first `num_own_messages` of a conversation are the run's own.
         """
         self._first = first
         self._continuation = continuation
         self._max_row_tokens = max_row_tokens
         self._num_own_messages = num_own_messages
-        self._image_tokens = image_tokens
         self._turns: list[Turn] = []
         self._branches: Counter[str] = Counter()
         self.num_begun = 0
@@ -123,9 +123,11 @@ class Tree:
         self.num_cut_observation_tokens = 0
         """Tokens that were left out of what the environment answered."""
 
-    def rendered(self, messages: Sequence[ChatMessage], tools: Tools) -> list[int]:
-        """The prompt of a conversation rendered anew. InvalidInputError when the template cannot render it."""
-        return self._continuation.opening(messages, tools, self._num_own_messages, self._image_tokens)
+    def rendered(self, messages: Sequence[ChatMessage], tools: Tools, images: Sequence[ShownImage] = ()) -> list[int]:
+        """The prompt of a conversation that shows `images`, rendered anew. InvalidInputError when the template cannot
+        render it.
+        """
+        return self._continuation.opening(messages, tools, self._num_own_messages, _num_tokens(images))
 
     def after(
         self,
@@ -133,20 +135,26 @@ class Tree:
         messages: Sequence[ChatMessage],
         tools: Tools,
         shown: Sequence[ChatMessage] | None = None,
+        images: Sequence[ShownImage] = (),
     ) -> TurnPrompt:
         """The prompt of the turn after `turn`. `messages`: the whole conversation, which begins with those of
         `turn` and, as it was told, the turn itself; `shown`: the same as the template is given it, where its turns are
-        not text alone. InvalidInputError when the template cannot render it.
+        not text alone; `images`: those that its new messages show. InvalidInputError when the template cannot render
+        it.
         """
         heard = messages[len(turn.prompt.messages) + 1 :]
         said = [message for each in turn.path() for message in (*each.heard, each.told)]
-        conversation, num_images = shown or [*said, *heard], len(self._image_tokens)
-        added = self._continuation.ids(turn.token_ids, conversation, len(heard), tools, num_images)
+        conversation, all_images = shown or [*said, *heard], (*turn.prompt.images, *images)
+        added = self._continuation.ids(turn.token_ids, conversation, len(heard), tools, _num_tokens(all_images))
         if added is None:
-            ids = self.rendered(shown or messages, tools)
-            return TurnPrompt(None, tuple(messages), ids, turn.prompt.longest, "template")
+            ids = self.rendered(shown or messages, tools, all_images)
+            return TurnPrompt(None, tuple(messages), ids, turn.prompt.longest, "template", all_images)
         branch = "fork" if turn.num_children else ""
-        return TurnPrompt(turn, tuple(messages), [*turn.token_ids, *added], turn.prompt.longest, branch)
+        return TurnPrompt(turn, tuple(messages), [*turn.token_ids, *added], turn.prompt.longest, branch, all_images)
+
+    def has_sampled(self, token_id: int) -> bool:
+        """Whether a turn has this token."""
+        return any(token_id in turn.response.sample.token_ids for turn in self._turns)
 
     def request(self, prompt: TurnPrompt, max_tokens: int) -> tuple[int, SampleRequest]:
         """The number of the turn sampled from `prompt`, and the request for it."""
@@ -161,7 +169,8 @@ class Tree:
         sampling.max_tokens = max_tokens
         seed = turn_seed(first.seed, number)
         name = f"{first.request_id}.{number}"
-        return number, SampleRequest(name, tuple(prompt.token_ids), sampling, seed, first.images)
+        images = tuple(image.file for image in prompt.images)
+        return number, SampleRequest(name, tuple(prompt.token_ids), sampling, seed, images)
 
     def sampled(self, number: int, prompt: TurnPrompt, response: Response, text: str) -> Turn:
         """The turn that was asked for as `number` is there."""
@@ -211,7 +220,11 @@ class Tree:
         assert response.episode is not None
         response.episode.tokens.CopyFrom(self._ledger(kept, seen))
         response.episode.num_cut_observation_tokens = self.num_cut_observation_tokens
-        return replace(self._first, prompt_token_ids=tuple(paths[0][0].prompt.token_ids)), response
+        # what a conversation shows later goes on from what it showed before: the longest has all of them
+        images = max((path[-1].prompt.images for path in paths), key=len)[len(self._first.images) :]
+        response.episode.num_images = len(images)
+        request = replace(self._first, prompt_token_ids=tuple(paths[0][0].prompt.token_ids))
+        return request, replace(response, images=tuple(image.file for image in images))
 
     def _seen(self) -> set[Turn]:
         """The turns that somebody got: it says so, or went on from them."""
@@ -268,6 +281,10 @@ def _opening(path: Sequence[Turn], row_messages: Sequence[trajectory_pb2.Message
     """The messages before the first turn of a branch, without those of the row where it begins with them."""
     opening, own = _plain(path[0].heard), len(row_messages)
     return opening[own:] if opening[:own] == list(row_messages) else opening
+
+
+def _num_tokens(images: Iterable[ShownImage]) -> list[int]:
+    return [image.num_tokens for image in images]
 
 
 def _num_sampled(turns: Iterable[Turn]) -> int:

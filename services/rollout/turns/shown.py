@@ -1,0 +1,70 @@
+"""The words and images of an environment, as a chat template takes them, and the images beside them.
+
+Owns the reading of somebody else's images: one that cannot be shown loses its episode. Knows no budget.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rolecall.data.continuation import ChatMessage
+from rolecall.data.images.files import open_image
+from rolecall.data.images.tokens import VisualTokens
+from rolecall.errors import EpisodeLostError, InvalidInputError, PromptTooLongError
+from rolecall.v1 import environment_pb2
+
+NUM_OPENED = 2
+"""Answers of environments of which an image is open at a time."""
+
+
+@dataclass(frozen=True)
+class ShownImage:
+    """An image that a conversation shows."""
+
+    file: bytes
+    num_tokens: int
+
+
+def chat_message(message: environment_pb2.Observation) -> ChatMessage:
+    """A message as chat templates are given it: text, or a list of parts where it shows an image."""
+    if not any(part.HasField("image") for part in message.parts):
+        return {"role": message.role, "content": "".join(part.text for part in message.parts)}
+    content = [{"type": "image"} if part.HasField("image") else _words(part.text) for part in message.parts]
+    return {"role": message.role, "content": [part for part in content if part.get("text") != ""]}
+
+
+def files_of(messages: Iterable[environment_pb2.Observation]) -> list[bytes]:
+    """The files of the images that the messages show, in order."""
+    return [part.image.data for message in messages for part in message.parts if part.HasField("image")]
+
+
+def opened(files: Iterable[bytes], tokens: VisualTokens) -> tuple[ShownImage, ...]:
+    """The images in files of an environment. EpisodeLostError when one cannot be shown. For a thread."""
+    try:
+        return tuple(ShownImage(file, tokens.number(*open_image(file).size)) for file in files)
+    except InvalidInputError as error:
+        raise EpisodeLostError(f"the environment answered an image that cannot be shown: {error.message}") from error
+
+
+@contextmanager
+def showing(messages: Iterable[ChatMessage]) -> Iterator[None]:
+    """EpisodeLostError where a conversation that is rendered within does not show the images of `messages`, those of an
+    environment.
+    """
+    try:
+        yield
+    except PromptTooLongError:
+        raise
+    except InvalidInputError as error:
+        roles = sorted({message["role"] for message in messages if isinstance(message["content"], list)})
+        if not roles:
+            raise
+        raise EpisodeLostError(
+            f"the chat template does not show the images of the environment's messages of the role "
+            f"{' or '.join(roles)}: {error.message}; have it show them in another (rolecall check says which), or "
+            "leave out environment.max_image_bytes"
+        ) from error
+
+
+def _words(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
