@@ -113,6 +113,7 @@ async def rollout(
         "max_row_tokens": 10**5,
         "max_malformed": 3,
         "max_attempts": 3,
+        "max_image_bytes": 0,
     }
     chosen = EpisodeSettings(run="test", **{**sizes, "budget_s": 60.0, **settings})
     runs_episodes = isinstance(make, type) and issubclass(make, Agent)
