@@ -129,8 +129,8 @@ class JoinRequest(_message.Message):
     on_gpus: _builtins.bool
     """A rollout's weights are on GPUs; false for other roles."""
     image_processor: _builtins.str
-    """Hex digest of what the image processor in its model directory makes of an image (rolecall/data/images/tokens.py); empty where the run's prompts show
-    none (data.images_field), and for the reward role.
+    """Hex digest of what the image processor in its model directory makes of an image (rolecall/data/images/tokens.py); empty where the policy
+    is shown none (data.images_field, environment.max_image_bytes), and for the reward role.
     """
     def __init__(
         self,

@@ -87,6 +87,18 @@ async def test_a_rollout_with_another_image_processor_is_refused_by_file_and_rem
                 await asyncio.wait_for(run.memberships["rollout-0"].joined(), 30)
 
 
+async def test_a_role_whose_settings_show_no_images_is_refused_by_its_settings(
+    tmp_path: Path, light_run: LightRun
+) -> None:
+    async with see(tmp_path, light_run) as run, run.controller():
+        run.settings = run.settings.model_copy(
+            update={"data": run.settings.data.model_copy(update={"images_field": None})}
+        )
+        async with run.rollout("rollout-0", engine=Eyes()):
+            with pytest.raises(ConfigError, match="by the CONFIG of the controller alone, not by that of rollout-0"):
+                await asyncio.wait_for(run.memberships["rollout-0"].joined(), 30)
+
+
 def noted(run: TwinRun) -> list[trajectory_pb2.Prompt]:
     """The prompts that the newest checkpoint says were in flight, some at least."""
     prompts = list(decode_prompts(run.newest().untrained))

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from rolecall.data.continuation import Continuation
 from rolecall.data.images.prompts import PromptEncoder
+from rolecall.data.images.tokens import image_processor_of, read_processor_digest
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.checks import explain_environment, run_problem
 from rolecall.errors import ConfigError
@@ -105,6 +106,15 @@ def test_check_says_where_the_template_shows_an_environment_s_images(tmp_path: P
         ConfigError, match=r"environment\.max_image_bytes: model\.path \S+ is no model that sees images"
     ):
         list(explain_environment(blind, ChatTokenizer(tmp_path)))
+
+
+def test_roles_say_how_they_read_images_that_an_environment_alone_shows(tmp_path: Path) -> None:
+    seeing = write_seeing(tmp_path / "model")
+    model = {"model": {"path": str(seeing)}}
+    shown = settings(tmp_path, {"kind": "environment"}, **model, environment={**ADDRESS, "max_image_bytes": 5000})
+    text = settings(tmp_path, {"kind": "environment"}, **model, environment=ADDRESS)
+    assert image_processor_of(shown, seeing) == read_processor_digest(seeing) != ""
+    assert image_processor_of(text, seeing) == ""
 
 
 def test_messages_that_show_no_images_begin_no_segment_for_them(tmp_path: Path) -> None:

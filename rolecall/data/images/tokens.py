@@ -186,10 +186,10 @@ def _as_floats(tree: Any) -> Any:
 
 
 def image_processor_of(settings: RunSettings, path: Path) -> str:
-    """The digest that a role of the run says of its model directory `path` when it joins; empty where prompts show no
-    images, or the model sees none.
+    """The digest that a role of the run says of its model directory `path` when it joins; empty where the policy is
+    shown no images, or the model sees none.
     """
-    return "" if settings.data.images_field is None else read_processor_digest(path)
+    return read_processor_digest(path) if settings.shows_images else ""
 
 
 def _edges(processor: dict[str, Any]) -> dict[str, Any]:

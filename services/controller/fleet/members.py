@@ -98,9 +98,12 @@ class Fleet:
             )
         if request.role != controller_pb2.ROLE_REWARD and request.image_processor != self._image_processor:
             if not (request.image_processor and self._image_processor):
+                shows, lacks = "the controller", request.worker
+                if request.image_processor:
+                    shows, lacks = lacks, shows
                 raise ConfigError(
-                    f"prompts show images for {request.worker if request.image_processor else 'the controller'} alone; "
-                    "start all roles with one CONFIG and the same overrides"
+                    f"images are shown by the CONFIG of {shows} alone, not by that of {lacks}; start all roles with "
+                    "one CONFIG and the same overrides"
                 )
             raise ConfigError(
                 f"{request.worker} makes other pixels or tokens of an image than the run's model.path says: its model "
