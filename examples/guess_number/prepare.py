@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from game import MAX_GUESSES, hint  # type: ignore[import-not-found]  # beside this file
+from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -91,7 +92,7 @@ def fine_tuned(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rng:
     optimizer = torch.optim.AdamW(model.parameters(), lr=SFT_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, SFT_STEPS)
     model.train()
-    for _ in range(SFT_STEPS):
+    for _ in track(range(SFT_STEPS), "fine-tuning"):
         rows = [tokens_of(tokenizer, game(rng, halves=rng.random() < HALVING_SHARE)) for _ in range(SFT_BATCH)]
         longest = max(len(ids) for ids, _ in rows)
         token_ids = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in rows])

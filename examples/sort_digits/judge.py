@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
+from rich.progress import track
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -40,7 +41,7 @@ def prepare(folder: Path, seed: int = 0, num_steps: int = NUM_STEPS) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     decay = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, num_steps, pct_start=0.1)
     rng = random.Random(seed)
-    for _ in range(num_steps):
+    for _ in track(range(num_steps), "teaching the judge"):
         token_ids, labels = tokens_of(tokenizer, [case(rng) for _ in range(BATCH)])
         model(input_ids=token_ids, labels=labels, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

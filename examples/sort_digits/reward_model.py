@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+from rich.progress import track
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForSequenceClassification
 from transformers.utils import logging as transformers_logging
@@ -50,7 +51,7 @@ def prepare(folder: Path, seed: int = 0, address: str = ADDRESS, num_steps: int 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, num_steps)
     rng = random.Random(seed)
-    for _ in range(num_steps):
+    for _ in track(range(num_steps), "training the reward model"):
         better, worse = scores_of(model, tokenizer, [pair(rng) for _ in range(PAIRS)])
         loss = -logsigmoid(better - worse).mean() + 0.01 * (better**2 + worse**2).mean()
         loss.backward()  # type: ignore[no-untyped-call]
