@@ -62,7 +62,8 @@ _BECAUSE = {
         "kv_offloading_backend",
         "ec_transfer_config",
     ),
-    "a draft would keep the weights that it began with": (
+    "a draft model would keep the weights that it began with, and of tokens that were proposed by any means vLLM tells "
+    "wrong logprobs on CPUs, 0 and not a number among them": (
         "speculative_config",
         "spec_method",
         "spec_model",
