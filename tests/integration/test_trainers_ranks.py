@@ -172,7 +172,7 @@ async def test_a_rank_of_another_release_ends_and_the_others_with_it(store: Stor
         assert "rank 1 of actor is gone" in actor.said(0)
 
 
-def test_ranks_of_one_machine_meet_on_loopback_and_listen_nowhere_else(tmp_path: Path) -> None:
+def test_ranks_of_one_machine_meet_on_loopback_listen_nowhere_else_and_leave_no_files(tmp_path: Path) -> None:
     script = tmp_path / "listening.py"
     script.write_text(
         "import os, psutil\n"
@@ -185,9 +185,12 @@ def test_ranks_of_one_machine_meet_on_loopback_and_listen_nowhere_else(tmp_path:
         "                print('listens', each.laddr.ip, flush=True)\n"
         "dist.barrier()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    files = tmp_path / "files"
+    files.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TMPDIR": str(files)}
     command = ranks_command(2, ["listening"])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
     heard = [line.removeprefix("listens ") for line in done.stdout.splitlines() if line.startswith("listens")]
     assert set(heard) == {"127.0.0.1"}
     assert done.stderr == ""
+    assert not list(files.iterdir())

@@ -9,6 +9,7 @@ several nodes each has one of these, which speaks for the ranks of its node.
 
 import socket
 import sys
+import tempfile
 import traceback
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, though not in __all__
@@ -83,7 +84,9 @@ def main() -> int:
     """Runs the command line and returns the exit code."""
     rendezvous_handler_registry.register(LOOPBACK, LoopbackRendezvous)
     try:
-        torchrun()
+        # The ranks' error files: torchrun would leave a folder of them for each start.
+        with tempfile.TemporaryDirectory(prefix="rolecall-ranks-") as logs:
+            torchrun(["--log-dir", logs, *sys.argv[1:]])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.stderr.write(f"torchrun: rank {rank} ended first, with exit code {failure.exitcode}\n")
