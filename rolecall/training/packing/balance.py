@@ -81,12 +81,7 @@ def _by_group(bins: "_Bins", sizes: Sequence[int], groups: Sequence[int], most: 
     for left in sorted(members.values(), key=lambda group: -sum(sizes[i] for i in group)):
         while left:
             chosen = bins.fullest(left, most)
-            chosen = bins.cheapest(left[0]) if chosen is None else chosen
-            for number, index in enumerate(left):
-                if not number or bins.takes(index, chosen, most):
-                    bins.put(index, chosen)
-            taken = set(bins.members[chosen])
-            left = [index for index in left if index not in taken]
+            left = bins.put_group(left, bins.cheapest(left[0]) if chosen is None else chosen, most)
     return bins
 
 
@@ -115,16 +110,30 @@ class _Bins:
         able = np.flatnonzero((self._free >= size) & (self._loads + cost <= (1 + EVEN) * most))
         return int(able[self._loads[able].argmax()]) if len(able) else None
 
-    def takes(self, index: int, chosen: int, most: float) -> bool:
-        """Whether a bin has room for an item and comes nearer to `most` by it."""
-        has_room = bool(self._free[chosen] >= self._sizes[index])
-        return has_room and bool(self._loads[chosen] + self._costs[index] / 2 <= (1 + EVEN) * most)
-
     def put(self, index: int, chosen: int) -> None:
         """Adds an item to a bin."""
         self.members[chosen].append(index)
         self._loads[chosen] += self._costs[index]
         self._free[chosen] -= self._sizes[index]
+
+    def put_group(self, indices: list[int], chosen: int, most: float) -> list[int]:
+        """Adds the first of these items, the largest, to a bin, and of the others each that it has room for and by
+        which its cost comes nearer to `most`. Returns the rest.
+        """
+        load, free = float(self._loads[chosen]), int(self._free[chosen])
+        left = list[int]()
+        for number, index in enumerate(indices):
+            if free < self._sizes[indices[-1]]:  # not even the smallest: none of them is looked at
+                left += indices[number:]
+                break
+            size, cost = self._sizes[index], float(self._costs[index])
+            if not number or (free >= size and load + cost / 2 <= (1 + EVEN) * most):
+                self.members[chosen].append(index)
+                load, free = load + cost, free - size
+            else:
+                left.append(index)
+        self._loads[chosen], self._free[chosen] = load, free
+        return left
 
     def costliest_first(self) -> list[list[int]]:
         """The items of each bin."""

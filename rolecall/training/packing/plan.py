@@ -181,14 +181,14 @@ def _spread(
 
     one_by_one = cut_microbatches(shared(1), num_tokens, costs, token_budget)
     found = [one_by_one]
-    most = max(map(len, runs), default=1)
+    most, cut_apart = max(map(len, runs), default=1), list[list[list[tuple[int]]]]()
     while most > 1:
         parts = shared(most)
+        found.append(cut_microbatches(parts, num_tokens, costs, token_budget))
         apart = [[(index,) for unit in part for index in unit] for part in parts]
-        found += [
-            cut_microbatches(parts, num_tokens, costs, token_budget),
-            cut_microbatches(apart, num_tokens, costs, token_budget, prompts),
-        ]
+        if apart not in cut_apart:  # on one rank it is the same each time
+            cut_apart.append(apart)
+            found.append(cut_microbatches(apart, num_tokens, costs, token_budget, prompts))
         most //= 2
     num, most_s = (1 + SLOWER) * len(one_by_one[0]), (1 + SLOWER) * seconds(one_by_one)
     able = [each for each in found if len(each[0]) <= num and seconds(each) <= most_s]
