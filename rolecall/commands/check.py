@@ -37,6 +37,7 @@ from rolecall.data.model_files import (
     read_model,
     text_config,
     vocab_size,
+    with_modules,
 )
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.checks import explain_environment
@@ -44,6 +45,7 @@ from rolecall.errors import ConfigError, InvalidInputError, RoleCallError
 from rolecall.identity import adapters_to_begin_with, newest_checkpoint
 from rolecall.launcher.plan import holds_a_run, require_folders
 from rolecall.settings import (
+    ALL_LINEAR,
     CriticSection,
     CustomAdvantage,
     ExternalScorer,
@@ -280,9 +282,12 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
 
 
 def _adapters(settings: RunSettings, given: LoraSection | None, path: Path, setting: str) -> Iterator[str]:
-    """The line on what the adapters that `setting` names are at first, beside the model at `path`; none where they
-    begin with no folder.
+    """Lines on where the adapters that `setting` names are, and what they are at first, beside the model at `path`;
+    none where the file says the one, and they begin with no folder.
     """
+    if given is not None and given.target_modules == ALL_LINEAR:
+        named = ", ".join(with_modules(given, path, setting).target_modules)
+        yield f"adapters: {setting}.target_modules {ALL_LINEAR} are {named}"
     if given is None or given.start is None:
         return
     lora = adapters_to_begin_with(settings, given)

@@ -128,6 +128,7 @@ from rolecall.settings.services import (
 )
 from rolecall.settings.sft import SftDataSection, SftEvaluationSection, SftRunSection, SftSettings
 from rolecall.settings.trainers import (
+    ALL_LINEAR,
     ActorSection,
     CriticSection,
     LayoutSection,
@@ -143,6 +144,7 @@ from rolecall.settings.trainers import (
 
 __all__ = [
     "ACTOR_BASE",
+    "ALL_LINEAR",
     "COMPARING",
     "FEW_CALLS",
     "KL_ERROR_BOUND",

@@ -12,6 +12,9 @@ from rolecall.settings.section import ConfigPath, NonNegativeFloat, NonNegativeI
 TrainingBackend: TypeAlias = Literal["fsdp", "megatron"]
 """Libraries that spread a model over ranks and train it; rolecall/training/backends.py makes the engine of each."""
 
+ALL_LINEAR = "all-linear"
+"""Names in one word the modules of a model that may have adapters."""
+
 Beta: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 """A decay of AdamW's."""
 
@@ -151,7 +154,9 @@ class LoraSection(Section):
     """Inner size of each adapter; vLLM serves up to 512."""
     alpha: PositiveFloat = 32.0
     """An adapter's product is multiplied by alpha / rank."""
-    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = (
+    target_modules: Annotated[
+        Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)], Field(union_mode="left_to_right")
+    ] = (
         "q_proj",
         "k_proj",
         "v_proj",
@@ -161,7 +166,7 @@ class LoraSection(Section):
         "down_proj",
     )
     """Names of the linear modules of the transformer blocks that get one; a model that lacks one of them is refused and
-    those it has are listed.
+    those it has are listed. `all-linear`: all of them that may have one, which no router, expert or vision tower has.
     """
     start: ConfigPath | None = None
     """Folder of an adapter in peft's format that training begins with, such as `rolecall export` writes. Its rank,

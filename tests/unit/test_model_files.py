@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rolecall.commands.check import find_problems, require
-from rolecall.data.model_files import CPU_BLOCK_TOKENS, CPU_HEAD_DIMS, num_adapter_parameters, read_model
+from rolecall.data.model_files import CPU_BLOCK_TOKENS, CPU_HEAD_DIMS, num_adapter_parameters, read_model, with_modules
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, load_settings
 from tests.twins.launched import VOCAB_SIZE, write_light_config, write_model
@@ -315,6 +315,26 @@ def test_adapters_are_counted_from_the_shapes_and_alone_take_optimizer_and_disk(
     out = io.StringIO()
     assert find_problems(load_settings(config, [LORA]), out) == []
     assert "adapters: 0.00M parameters are trained, published and kept; the base stays as it is" in out.getvalue()
+
+
+def test_all_linear_is_every_matrix_of_the_language_model_that_may_have_an_adapter(config: Path) -> None:
+    tower = [f"{tower}.blocks.0.attn.qkv.weight" for tower in ("visual", "model.visual")]
+    experts = ["experts.0.gate_proj", "gate", "shared_expert_gate", "shared_expert.up_proj"]
+    of_block = [
+        "self_attn.q_proj",
+        "self_attn.kv_b_proj",
+        "linear_attn.in_proj_ba",
+        *(f"mlp.{name}" for name in experts),
+    ]
+    blocks = [f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in of_block]
+    save_matrices(config, *blocks, *tower, "lm_head.weight")
+    section, path = LoraSection(rank=4, target_modules="all-linear"), config.parent / "model"
+    named = with_modules(section, path)
+    assert named.target_modules == ("in_proj_ba", "q_proj", "up_proj")
+    assert num_adapter_parameters(path, section) == num_adapter_parameters(path, named) == 2 * 3 * 4 * (48 + 16)
+    out = io.StringIO()
+    find_problems(load_settings(config, ["actor.lora={target_modules: all-linear}", "rollout.num_replicas=0"]), out)
+    assert "adapters: actor.lora.target_modules all-linear are in_proj_ba, q_proj, up_proj" in out.getvalue()
 
 
 def test_a_target_of_the_critics_adapters_is_looked_for_in_its_own_model(config: Path) -> None:

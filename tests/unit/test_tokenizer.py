@@ -37,7 +37,14 @@ def test_another_copy_saved_otherwise_is_the_same_tokenizer(tmp_path: Path) -> N
     one.backend.save_pretrained(again)
     for name in ("tokenizer.json", CONFIG):
         edit(again, name)
-    edit(again, CONFIG, model_max_length=77, name_or_path="elsewhere", transformers_version="0.1", clean_up_tokenization_spaces=True)
+    edit(
+        again,
+        CONFIG,
+        model_max_length=77,
+        name_or_path="elsewhere",
+        transformers_version="0.1",
+        clean_up_tokenization_spaces=True,
+    )
     assert ChatTokenizer(again).digest == one.digest
 
     edit(again, CONFIG, chat_template=(again / TEMPLATE).read_text())  # where older releases keep it
