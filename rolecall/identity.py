@@ -118,7 +118,7 @@ FIXED = (
         "algorithm.groups_per_batch", "batches are counted in it", lambda settings: settings.algorithm.groups_per_batch
     ),
     Fixed(
-        "critic", "the checkpoints hold its state", lambda settings: settings.critic and settings.actor.optimizer.kind
+        "critic", "the checkpoints hold its state", lambda settings: settings.critic and settings.critic_optimizer.kind
     ),
     Fixed(
         "critic.lora",

@@ -367,13 +367,13 @@ def _batches(settings: RunSettings) -> Iterator[str]:
         f"{algorithm.num_minibatches} mini-batches of about {math.ceil(rows / algorithm.num_minibatches)}; "
         f"{settings.run.num_steps * algorithm.num_epochs * algorithm.num_minibatches} optimizer steps in the run"
     )
-    optimizer, num_updates = settings.actor.optimizer, settings.num_policy_updates
-    if optimizer.warmup_steps >= num_updates > 0:
-        yield (
-            f"{NOTE} actor.optimizer.warmup_steps {optimizer.warmup_steps} takes all of its {num_updates} optimizer "
-            f"steps: the rate never reaches learning_rate {optimizer.learning_rate:g}; shorten it, or raise "
-            "run.num_steps"
-        )
+    for role, optimizer, num_updates in settings.trained_by:
+        if optimizer.warmup_steps >= num_updates > 0:
+            yield (
+                f"{NOTE} {role}.optimizer.warmup_steps {optimizer.warmup_steps} takes all of its {num_updates} "
+                f"optimizer steps: the rate never reaches learning_rate {optimizer.learning_rate:g}; shorten it, or "
+                "raise run.num_steps"
+            )
     yield (
         f"staleness: at most {algorithm.max_staleness} steps; at most "
         f"{(1 + algorithm.max_staleness) * algorithm.groups_per_batch} groups in flight"

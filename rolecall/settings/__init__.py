@@ -130,6 +130,7 @@ from rolecall.settings.sft import SftDataSection, SftEvaluationSection, SftRunSe
 from rolecall.settings.trainers import (
     ALL_LINEAR,
     ActorSection,
+    CriticOptimizerSection,
     CriticSection,
     LayoutSection,
     LoraSection,
@@ -163,6 +164,7 @@ __all__ = [
     "ControllerSection",
     "CorrectionSection",
     "CovarianceLoss",
+    "CriticOptimizerSection",
     "CriticSection",
     "CurriculumSection",
     "CustomAdvantage",

@@ -204,6 +204,10 @@ def test_a_file_that_says_two_things_or_none_is_refused(tmp_path: Path, added: b
             "actor.learning_rate: there is no such setting (did you mean 'actor.optimizer.learning_rate'?)",
         ),
         (
+            "critic={learning_rate: 0.1}",
+            "critic.learning_rate: there is no such setting (did you mean 'critic.optimizer.learning_rate'?)",
+        ),
+        (
             "algorithm.advantage={kind: gae, lamda: 0.9}",
             "algorithm.advantage.gae.lamda: there is no such setting (did you mean 'gae_lambda'?)",
         ),

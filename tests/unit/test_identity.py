@@ -54,6 +54,13 @@ def test_a_run_goes_on_with_the_same(begin: MakeSettings) -> None:
         ("actor.lora", {"actor": {"lora": {"rank": 8}}}),
         ("actor.optimizer.kind", {"actor": {"optimizer": {"kind": "muon"}}}),
         ("critic", {"critic": {}, "algorithm": {"groups_per_batch": 2, "advantage": {"kind": "gae"}}}),
+        (
+            "critic",
+            {
+                "critic": {"optimizer": {"kind": "muon"}},
+                "algorithm": {"groups_per_batch": 2, "advantage": {"kind": "gae"}},
+            },
+        ),
         ("store.num_shards", {"store": {"num_shards": 4}}),
     ],
 )
