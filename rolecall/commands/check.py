@@ -136,7 +136,7 @@ def _run(settings: RunSettings) -> Iterator[str]:
         else "holds nothing that was trained"
     )
     yield (
-        f"run {settings.run.name}: {settings.run.num_steps} steps, seed {settings.run.seed}, directory "
+        f"run {settings.run.name}: {settings.run.total_steps} steps, seed {settings.run.seed}, directory "
         f"{directory} ({state})"
     )
     if settings.run.checkpoint_url is not None:
@@ -226,7 +226,7 @@ def _prompts(
 
 def _epochs(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
     """How often the run goes through the training prompts; nothing where they could not be read."""
-    steps, groups = settings.run.num_steps, settings.algorithm.groups_per_batch
+    steps, groups = settings.run.total_steps, settings.algorithm.groups_per_batch
     if prompts and steps:
         yield (
             f"  {steps} steps of {groups} groups are {steps * groups / len(prompts):.4g} epochs of these prompts, more "
@@ -365,7 +365,7 @@ def _batches(settings: RunSettings) -> Iterator[str]:
         f"batch: {algorithm.groups_per_batch} groups x {sampling.num_responses} responses = {rows} trajectories; "
         f"{algorithm.num_epochs} pass(es) in "
         f"{algorithm.num_minibatches} mini-batches of about {math.ceil(rows / algorithm.num_minibatches)}; "
-        f"{settings.run.num_steps * algorithm.num_epochs * algorithm.num_minibatches} optimizer steps in the run"
+        f"{settings.run.total_steps * algorithm.num_epochs * algorithm.num_minibatches} optimizer steps in the run"
     )
     for role, optimizer, num_updates in settings.trained_by:
         if optimizer.warmup_steps >= num_updates > 0:

@@ -91,7 +91,7 @@ class RunSettings(Section):
     @property
     def num_policy_steps(self) -> int:
         """Steps of the run in which the policy learns: all but those of the critic's warm-up."""
-        return max(0, self.run.num_steps - (self.critic.warmup_steps if self.critic else 0))
+        return max(0, self.run.total_steps - (self.critic.warmup_steps if self.critic else 0))
 
     @property
     def num_policy_updates(self) -> int:
@@ -113,7 +113,7 @@ class RunSettings(Section):
         if self.critic is None or self.critic_optimizer is None:
             return (actor,)
         per_step = self.algorithm.num_epochs * (self.critic.num_minibatches or self.algorithm.num_minibatches)
-        return actor, ("critic", self.critic_optimizer, self.run.num_steps * per_step)
+        return actor, ("critic", self.critic_optimizer, self.run.total_steps * per_step)
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -558,7 +558,18 @@ class RunSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _epochs_can_be_counted(self) -> Self:
+        if self.run.num_epochs is not None and self.algorithm.curriculum is not None:
+            raise ValueError(
+                "run.num_epochs: with algorithm.curriculum an epoch leaves out the prompts whose turn it is not, which "
+                "nobody knows before; give run.num_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _schedules_fit(self) -> Self:
+        if self.run.num_steps is None:
+            return self  # checked once the prompts are counted
         if self.critic and 0 < self.run.num_steps <= self.critic.warmup_steps:
             raise ValueError(
                 f"critic.warmup_steps {self.critic.warmup_steps} leaves the policy none of run.num_steps "
@@ -591,7 +602,7 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _evaluation_takes_place(self) -> Self:
-        if not (self.evaluation.at_start or self.run.num_steps):
+        if not self.evaluation.at_start and self.run.num_steps == 0:
             raise ValueError(
                 "evaluation.at_start: a run of no steps is its evaluation, at step 0, which this leaves out; remove "
                 "it, or raise run.num_steps"

@@ -61,7 +61,7 @@ class OptimizerSection(Section):
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with its schedule; None: nothing."""
+        """The complaint about its schedule; None: there is none."""
         if (self.schedule == "wsd") != (self.decay_steps is not None):
             return (
                 f"schedule {self.schedule} and decay_steps {self.decay_steps} do not fit; decay_steps is given with "
@@ -96,7 +96,7 @@ class CriticOptimizerSection(OptimizerSection):
 
     @model_serializer(mode="wrap")
     def _as_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What is absent stays absent, and goes on to follow the actor's, in a file that is written of it."""
+        """Leaves out what is absent, which goes on to follow the actor's in a file that is written of it."""
         return {name: value for name, value in dump(self).items() if name in self.model_fields_set}
 
     def beside(self, actor: OptimizerSection, updates: float) -> OptimizerSection:
@@ -386,7 +386,7 @@ def check_backend(actor: ActorSection, parallel: LayoutSection, setting: str) ->
 
 
 class CriticSection(TrainerSection):
-    """The value model's trainer."""
+    """The trainer of the value model, whose optimizer and minibatches are the actor's where it says nothing."""
 
     path: ConfigPath | None = None
     """Model directory; absent: the policy's. A new value head is made when it has none."""

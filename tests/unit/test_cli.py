@@ -31,7 +31,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_a_bad_configuration_is_answered_before_grpc_or_torch_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("run: {name: x}\n")
+    file.write_text("run: {name: x, dir: y}\n")
     code = (
         f"import sys; from rolecall.commands import cli; code = cli.main(['train', {str(file)!r}]); print(code, "
         f"sorted({{'grpc', 'torch'}} & set(sys.modules)))"
