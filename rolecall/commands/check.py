@@ -39,7 +39,7 @@ from rolecall.data.model_files import (
     vocab_size,
     with_modules,
 )
-from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.data.tokenizer import ChatTokenizer, read_ids_digest
 from rolecall.environment.checks import explain_environment
 from rolecall.errors import ConfigError, InvalidInputError, RoleCallError
 from rolecall.identity import adapters_to_begin_with, newest_checkpoint
@@ -334,6 +334,12 @@ def _fit(settings: RunSettings, tokenizer: ChatTokenizer) -> Iterator[str]:
             read_model(section.path, setting)
             check_trainable(section.path, setting)
             check_tokenizer(section.path, tokenizer.num_ids, setting)
+            if read_ids_digest(section.path) not in ("", tokenizer.ids_digest):
+                raise ConfigError(
+                    f"{setting} {section.path} has the tokenizer of another family, and reads the policy's token ids; "
+                    "name a model of the policy's family, or, where its embeddings are of the policy's ids, copy "
+                    f"tokenizer.json from {settings.model.path}"
+                )
     if settings.critic is not None:
         yield from _adapters(settings, settings.critic.lora, settings.critic.path or settings.model.path, "critic.lora")
     known = vocab_size(settings.model.path)

@@ -194,6 +194,11 @@ class ChatTokenizer:
         return max(self.backend.get_vocab().values(), default=-1) + 1
 
 
+def read_ids_digest(path: Path) -> str:
+    """The `ids_digest` of the tokenizer in the model directory `path`; empty where it has none. ConfigError."""
+    return ChatTokenizer(path, renders=False).ids_digest if (path / TOKENIZER).is_file() else ""
+
+
 def read_template(path: Path | None) -> str | None:
     """The text of the chat template that a run names (model.chat_template); None where it names none. ConfigError."""
     if path is None:

@@ -19,6 +19,7 @@ from rolecall.commands.check import find_problems, require
 from rolecall.data.model_files import CPU_BLOCK_TOKENS, CPU_HEAD_DIMS, num_adapter_parameters, read_model, with_modules
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, load_settings
+from tests.tiny_tokenizer import write_tokenizer
 from tests.twins.launched import VOCAB_SIZE, write_light_config, write_model
 
 
@@ -273,6 +274,26 @@ def test_what_attention_takes_on_cpus_is_what_vllm_lists() -> None:
     answers = {one.name: ast.unparse(one.body[-1]) for one in functions}
     assert answers["get_supported_head_sizes"] == f"return {list(CPU_HEAD_DIMS)}"
     assert answers["get_supported_kernel_block_sizes"] == f"return [MultipleOf({CPU_BLOCK_TOKENS})]"
+
+
+def test_a_reference_of_another_family_is_refused_and_one_with_more_tokens_is_not(config: Path, tmp_path: Path) -> None:
+    pieces = [f"<{number}>" for number in range(1300)]
+    for name, more in (("model", pieces), ("teacher", pieces), ("stranger", ["<other>", *pieces])):
+        folder = write_model(tmp_path / name)
+        edit("config.json", vocab_size=2000)(folder)
+        save_file({"model.embed_tokens.weight": np.zeros((2000, 32), np.float32)}, folder / "model.safetensors")
+        fast = write_tokenizer(folder, more_tokens=more)
+        if name == "teacher":
+            fast.add_tokens(["<think>"])
+            fast.save_pretrained(folder)
+
+    def told(name: str) -> list[str]:
+        reference = f"references={{ref: {{path: {name}, address: 'localhost:1'}}}}"
+        return problems(config, reference, "algorithm.kl={reference: ref, kl_coef: 0.1}")
+
+    assert told("teacher") == []
+    (problem,) = told("stranger")
+    assert "stranger has the tokenizer of another family, and reads the policy's token ids" in problem
 
 
 def test_a_critic_and_a_reference_of_another_vocabulary_are_named_by_their_setting(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rolecall.data.images.tokens import image_processor_of
-from rolecall.data.tokenizer import TOKENIZER, ChatTokenizer
+from rolecall.data.tokenizer import TOKENIZER, ChatTokenizer, read_ids_digest
 from rolecall.errors import DeadlineError
 from rolecall.rpc.membership import Membership
 from rolecall.rpc.role_process import ServiceArgs, serve, stop_requested, way_out, way_to_stop
@@ -130,11 +130,9 @@ async def serve_role(
 
 def _tokenizer_of(settings: RunSettings, path: Path, role: controller_pb2.Role.ValueType) -> str:
     """The digest that the role says of its tokenizer as it joins; empty where its directory has none."""
-    if not (path / TOKENIZER).is_file():
-        return ""
-    if role == controller_pb2.ROLE_ACTOR:
+    if role == controller_pb2.ROLE_ACTOR and (path / TOKENIZER).is_file():
         return ChatTokenizer.of(settings.model, renders=False).digest
-    return ChatTokenizer(path, renders=False).ids_digest
+    return read_ids_digest(path)
 
 
 def _first(*futures: "asyncio.Future[None]") -> "asyncio.Future[None]":

@@ -176,8 +176,8 @@ class Fleet:
             )
         raise ConfigError(
             f"{request.worker} takes the policy's token ids for other text: its model directory has the tokenizer of "
-            "another family; name a model of the policy's, or, where its embeddings are of the policy's ids, copy "
-            "tokenizer.json from the controller's model.path"
+            "another family; name a model of the policy's family, or, where its embeddings are of the policy's ids, "
+            "copy tokenizer.json from the controller's model.path"
         )
 
     def _refuse_if_given_up(self, consumer: str) -> None:
