@@ -8,8 +8,8 @@ resume"). Of files the contents count, not the path.
 import hashlib
 import json
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ _MODEL_FILES = (
     "processor_config.json",
     "*.safetensors",
 )
+_UNTOLD = object()
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
@@ -44,6 +45,19 @@ class Fixed:
     """What rests on it."""
     value: Callable[[Any], Any]
     """What is compared, of the settings: of JSON's types."""
+    default: Any = _UNTOLD
+    """The value of a run that an earlier release kept without this setting, for it knew none: the default, as if it
+    had been kept. Not given where such a run may have had any value.
+    """
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The same of a section's options, by name."""
+
+    def is_kept(self, before: Mapping[str, Any], now: Any) -> bool:
+        """Whether the setting, which is `now`, is as it was in the table `before`."""
+        was = before.get(self.setting, self.default)
+        if isinstance(was, dict) and isinstance(now, dict):
+            return {**self.options, **was} == now
+        return was is _UNTOLD or bool(was == now)
 
 
 _OF_BOTH = (
@@ -58,6 +72,7 @@ _OF_BOTH = (
         "model.chat_template",
         "it says how conversations are shown",
         lambda settings: settings.model.chat_template and _of_file(settings.model.chat_template),
+        default=None,
     ),
     Fixed("data.train", "the place in the data is a number of rows", lambda settings: _of_files(settings.data.train)),
     Fixed("data.prompt_field", "it says what the prompts are", lambda settings: settings.data.prompt_field),
@@ -66,12 +81,14 @@ _OF_BOTH = (
         "data.preprocess",
         "it says what the prompts are",
         lambda settings: settings.data.preprocess and _of_function(settings.data.preprocess),
+        default=None,
     ),
     Fixed("data.shuffle", "the place in the data is a number of rows", lambda settings: settings.data.shuffle),
     Fixed(
         "actor.lora",
         "the checkpoints hold these adapters",
         lambda settings: settings.actor.lora and settings.actor.lora.as_kept(),
+        options=LoraSection().as_kept(),
     ),
     Fixed("actor.optimizer.kind", "the checkpoints hold its state", lambda settings: settings.actor.optimizer.kind),
 )
@@ -82,12 +99,16 @@ FIXED = (
         "model.freeze_vision_tower",
         "the checkpoints hold the state of what is trained",
         lambda settings: settings.model.freeze_vision_tower,
+        default=False,
     ),
-    Fixed("data.images_field", "it says what the prompts are", lambda settings: settings.data.images_field),
+    Fixed(
+        "data.images_field", "it says what the prompts are", lambda settings: settings.data.images_field, default=None
+    ),
     Fixed(
         "environment.max_image_bytes",
         "whether it is set says what rows hold and whether a vision tower is trained",
         lambda settings: settings.max_environment_image_bytes > 0,
+        default=False,
     ),
     Fixed("data.ground_truth_field", "it says what the prompts are", lambda settings: settings.data.ground_truth_field),
     Fixed(
@@ -97,9 +118,15 @@ FIXED = (
         "algorithm.groups_per_batch", "batches are counted in it", lambda settings: settings.algorithm.groups_per_batch
     ),
     Fixed(
-        "critic", "the checkpoints hold its state", lambda settings: settings.critic and settings.actor.optimizer.kind
+        "critic", "the checkpoints hold its state", lambda settings: settings.critic and settings.critic_optimizer.kind
     ),
-    Fixed("critic.lora", "the checkpoints hold these adapters, of this base", lambda settings: _of_critic(settings)),
+    Fixed(
+        "critic.lora",
+        "the checkpoints hold these adapters, of this base",
+        lambda settings: _of_critic(settings),
+        default=None,
+        options=LoraSection().as_kept(),
+    ),
     Fixed("store.num_shards", "rows are spread by it", lambda settings: settings.store.num_shards),
 )
 """The settings of a run."""
@@ -171,9 +198,7 @@ def settle(settings: RunSettings | SftSettings) -> None:
     config = directory / "config.yaml"
     written = _in_tree(read_tree(config) if config.is_file() else {}, table)
     given = _in_tree(settings.model_dump(mode="json"), table)
-    plain = {
-        name for name, value in given.items() if _same(now[name], value)
-    }  # compared as written; files are by contents
+    plain = {name for name, value in given.items() if now[name] == value}  # compared as written; files are by contents
     in_dir, newest = kept(directory), newest_checkpoint(settings)
     befores = {
         f"the run in {directory}": in_dir,
@@ -183,7 +208,7 @@ def settle(settings: RunSettings | SftSettings) -> None:
         changed = [
             f"{name} ({fixed.why}{_before_and_now((before if name in plain else written).get(name), given.get(name))})"
             for fixed in table
-            if (name := fixed.setting) in before and not _same(before[name], now[name])
+            if before and not fixed.is_kept(before, now[name := fixed.setting])
         ]
         if changed:
             raise ConfigError(
@@ -218,13 +243,6 @@ def _before_and_now(before: Any, now: Any) -> str:
     if before is None or isinstance(before, dict) or isinstance(now, dict):
         return ""
     return f": {before!r} before, {now!r} now" if before != now else f": {now!r} with other contents before"
-
-
-def _same(before: Any, now: Any) -> bool:
-    """Whether a section is as it was kept: an option that a newer release has added was at its default."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        return all(name in now and now[name] == value for name, value in before.items())
-    return bool(before == now)
 
 
 def _of_critic(settings: RunSettings) -> dict[str, Any] | None:

@@ -83,7 +83,7 @@ def check(run: TwinRun) -> None:
     report = audit(run.store.connection, run.store.run, run.settings.run.dir)
     assert report.problems == (), report.problems
     records = run.actor.trainer.applied.records
-    assert sorted(records) == list(range(run.settings.run.num_steps))
+    assert sorted(records) == list(range(run.settings.run.total_steps))
     assert max(Counter(record.digest for record in records.values()).values()) == 1
 
 

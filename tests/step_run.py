@@ -131,7 +131,7 @@ class OneRollout(Fleet):
 
     @classmethod
     def joined(cls, settings: RunSettings, ledger: Ledger, threads: StoreThreads) -> "OneRollout":
-        fleet = cls(settings, ledger, threads)
+        fleet = cls(settings, ledger, threads, tokenizer="", token_ids="")
         fleet.join(
             controller_pb2.JoinRequest(
                 run=settings.run.name,

@@ -19,7 +19,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import recipe_file, recipe_names
 
 HERE = Path(__file__).resolve().parent
-CRITIC = ["--critic.learning_rate=3.0e-4"]
+CRITIC = ["--critic.optimizer.learning_rate=3.0e-4"]
 """What this task sets of a critic, where the method has one."""
 EVALUATION = "eval/heldout/accuracy"
 NUM_SAMPLES = 5

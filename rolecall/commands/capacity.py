@@ -15,7 +15,7 @@ from rolecall.data.model_files import ModelFacts, max_model_tokens, num_cached_p
 from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_parameters
 from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts, received_bytes, trains_nothing
 from rolecall.errors import ConfigError
-from rolecall.settings import RunSettings, TrainerSection
+from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
 
 PROCESS_BYTES = 2**28
 """The least memory of a process with torch."""
@@ -119,9 +119,11 @@ def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
     received = received_bytes(settings, facts)
     needs: list[Need] = []
     if settings.actor.address is None:
-        needs += _ranks("actor", settings.actor, _trained_bytes(settings, actor_parameters(settings, facts), size))
-    if settings.critic is not None and settings.critic.address is None:
-        needs += _ranks("critic", settings.critic, _trained_bytes(settings, critic_parameters(settings, facts), size))
+        acting = _trained_bytes(settings, settings.actor.optimizer, actor_parameters(settings, facts), size)
+        needs += _ranks("actor", settings.actor, acting)
+    if settings.critic is not None and settings.critic.address is None and (own := settings.critic_optimizer):
+        valuing = _trained_bytes(settings, own, critic_parameters(settings, facts), size)
+        needs += _ranks("critic", settings.critic, valuing)
     for name, section in settings.references.items():
         if section.address is None:
             needs += _ranks(f"reference {name}", section, reference_parameters(settings, name, facts).frozen * size)
@@ -146,11 +148,10 @@ def _ranks(who: str, section: TrainerSection, num_bytes: float) -> list[Need]:
     return [Need(who, per_rank + (0 if device else PROCESS_BYTES), device) for device in devices]
 
 
-def _trained_bytes(settings: RunSettings, counts: ParameterCounts, size: int) -> float:
+def _trained_bytes(settings: RunSettings, optimizer: OptimizerSection, counts: ParameterCounts, size: int) -> float:
     """The least bytes of a base of `size` bytes a parameter and of float32 weights, gradients and moments. Muon has
     half as many moments at the least, and moments may wait elsewhere.
     """
-    optimizer = settings.actor.optimizer
     moments = 0 if optimizer.offload else 8 if optimizer.kind == "adamw" else 4
     return counts.frozen * size + counts.trained * (4 if trains_nothing(settings) else 8 + moments)
 

@@ -37,13 +37,15 @@ from rolecall.data.model_files import (
     read_model,
     text_config,
     vocab_size,
+    with_modules,
 )
-from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.data.tokenizer import ChatTokenizer, read_ids_digest
 from rolecall.environment.checks import explain_environment
 from rolecall.errors import ConfigError, InvalidInputError, RoleCallError
 from rolecall.identity import adapters_to_begin_with, newest_checkpoint
 from rolecall.launcher.plan import holds_a_run, require_folders
 from rolecall.settings import (
+    ALL_LINEAR,
     CriticSection,
     CustomAdvantage,
     ExternalScorer,
@@ -134,7 +136,7 @@ def _run(settings: RunSettings) -> Iterator[str]:
         else "holds nothing that was trained"
     )
     yield (
-        f"run {settings.run.name}: {settings.run.num_steps} steps, seed {settings.run.seed}, directory "
+        f"run {settings.run.name}: {settings.run.total_steps} steps, seed {settings.run.seed}, directory "
         f"{directory} ({state})"
     )
     if settings.run.checkpoint_url is not None:
@@ -224,7 +226,7 @@ def _prompts(
 
 def _epochs(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
     """How often the run goes through the training prompts; nothing where they could not be read."""
-    steps, groups = settings.run.num_steps, settings.algorithm.groups_per_batch
+    steps, groups = settings.run.total_steps, settings.algorithm.groups_per_batch
     if prompts and steps:
         yield (
             f"  {steps} steps of {groups} groups are {steps * groups / len(prompts):.4g} epochs of these prompts, more "
@@ -280,9 +282,12 @@ def _model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
 
 
 def _adapters(settings: RunSettings, given: LoraSection | None, path: Path, setting: str) -> Iterator[str]:
-    """The line on what the adapters that `setting` names are at first, beside the model at `path`; none where they
-    begin with no folder.
+    """Lines on where the adapters that `setting` names are, and what they are at first, beside the model at `path`;
+    none where the file says the one, and they begin with no folder.
     """
+    if given is not None and given.target_modules == ALL_LINEAR:
+        named = ", ".join(with_modules(given, path, setting).target_modules)
+        yield f"adapters: {setting}.target_modules {ALL_LINEAR} are {named}"
     if given is None or given.start is None:
         return
     lora = adapters_to_begin_with(settings, given)
@@ -329,6 +334,12 @@ def _fit(settings: RunSettings, tokenizer: ChatTokenizer) -> Iterator[str]:
             read_model(section.path, setting)
             check_trainable(section.path, setting)
             check_tokenizer(section.path, tokenizer.num_ids, setting)
+            if read_ids_digest(section.path) not in ("", tokenizer.ids_digest):
+                raise ConfigError(
+                    f"{setting} {section.path} has the tokenizer of another family, and reads the policy's token ids; "
+                    "name a model of the policy's family, or, where its embeddings are of the policy's ids, copy "
+                    f"tokenizer.json from {settings.model.path}"
+                )
     if settings.critic is not None:
         yield from _adapters(settings, settings.critic.lora, settings.critic.path or settings.model.path, "critic.lora")
     known = vocab_size(settings.model.path)
@@ -360,15 +371,15 @@ def _batches(settings: RunSettings) -> Iterator[str]:
         f"batch: {algorithm.groups_per_batch} groups x {sampling.num_responses} responses = {rows} trajectories; "
         f"{algorithm.num_epochs} pass(es) in "
         f"{algorithm.num_minibatches} mini-batches of about {math.ceil(rows / algorithm.num_minibatches)}; "
-        f"{settings.run.num_steps * algorithm.num_epochs * algorithm.num_minibatches} optimizer steps in the run"
+        f"{settings.run.total_steps * algorithm.num_epochs * algorithm.num_minibatches} optimizer steps in the run"
     )
-    optimizer, num_updates = settings.actor.optimizer, settings.num_policy_updates
-    if optimizer.warmup_steps >= num_updates > 0:
-        yield (
-            f"{NOTE} actor.optimizer.warmup_steps {optimizer.warmup_steps} takes all of its {num_updates} optimizer "
-            f"steps: the rate never reaches learning_rate {optimizer.learning_rate:g}; shorten it, or raise "
-            "run.num_steps"
-        )
+    for role, optimizer, num_updates in settings.trained_by:
+        if optimizer.warmup_steps >= num_updates > 0:
+            yield (
+                f"{NOTE} {role}.optimizer.warmup_steps {optimizer.warmup_steps} takes all of its {num_updates} "
+                f"optimizer steps: the rate never reaches learning_rate {optimizer.learning_rate:g}; shorten it, or "
+                "raise run.num_steps"
+            )
     yield (
         f"staleness: at most {algorithm.max_staleness} steps; at most "
         f"{(1 + algorithm.max_staleness) * algorithm.groups_per_batch} groups in flight"

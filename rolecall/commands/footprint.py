@@ -44,11 +44,11 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             f"  adapters: {actor.trained / 1e6:,.2f}M parameters are trained, published and kept; the base stays as "
             "it is"
         )
-    if settings.critic is not None:
+    if settings.critic is not None and (optimizer := settings.critic_optimizer):
         critic = critic_parameters(settings, facts)
         valuing = _trained_per_rank(settings, settings.critic, critic)
         yield f"  critic {in_bytes(valuing)} per rank x {settings.critic.num_ranks}"
-        yield from _moments(settings.critic, settings.actor.optimizer, critic)
+        yield from _moments(settings.critic, optimizer, critic)
         if settings.critic.lora is not None:
             yield (
                 f"    its adapters: {critic.trained / 1e6:,.2f}M parameters and the value head are trained and kept; "

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from rolecall.data.json_text import parse_json
-from rolecall.data.model_files import num_adapter_parameters, tensor_shapes
+from rolecall.data.model_files import num_adapter_parameters, tensor_shapes, with_modules
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection
 
@@ -59,7 +59,8 @@ def check_start(section: LoraSection, model: Path, setting: str = "actor.lora") 
     shapes = tensor_shapes(section.start / ADAPTER)
     modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in shapes}
     found = {"rank": config.get("r"), "alpha": config.get("lora_alpha"), "target_modules": sorted(modules)}
-    given = {"rank": section.rank, "alpha": section.alpha, "target_modules": sorted(section.target_modules)}
+    modules_of = with_modules(section, model, setting).target_modules
+    given = {"rank": section.rank, "alpha": section.alpha, "target_modules": sorted(modules_of)}
     for name in given:
         if found[name] != given[name]:
             raise ConfigError(

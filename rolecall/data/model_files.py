@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from rolecall.data.images.tokens import FAMILIES
 from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError
-from rolecall.settings import LayoutSection, LoraSection
+from rolecall.settings import ALL_LINEAR, LayoutSection, LoraSection
 
 MAX_HEADER_BYTES = 100 * 2**20
 """Bound of a safetensors header, as the format has it."""
@@ -51,6 +51,12 @@ _EXPERTS = ".experts."
 """Part of the name of every tensor of a mixture's experts, which get no adapters."""
 _TOWER = re.compile(r"(model\.)?visual\.")
 """Beginning of the names of a vision tower's tensors, which get no adapters."""
+_IN_BLOCK = re.compile(r"\.\d+\.")
+"""Part of the name of every tensor in a transformer block: its number."""
+_NOT_ALL_LINEAR = ("gate", "shared_expert_gate", "router", "kv_b_proj")
+"""Matrices of a block to which all-linear gives no adapter: routers, and latent attention's kv_b_proj, which vLLM
+multiplies into others as it loads a model, so that it would decode without the adapter.
+"""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 """Ends of the names under which checkpoints keep their input embeddings."""
 
@@ -235,24 +241,37 @@ def num_adapter_parameters(path: Path, section: LoraSection, setting: str = "act
     """Elements of the adapters that `section`, which `setting` names, gives the model at `path`. ConfigError names a
     module that the model lacks.
     """
-    modules = section.target_modules
-    matrices = {
-        name: shape
-        for name, shape in _shapes(path, f"{setting}: the model").items()
-        if len(shape) == 2 and _EXPERTS not in name and not _TOWER.match(name)
-    }
-    own = {name.removesuffix(".weight").rpartition(".")[2] for name in matrices}
+    matrices = _matrices(path, setting)
+    own = {_module(name) for name in matrices}
+    modules = with_modules(section, path, setting).target_modules
     unknown = sorted(set(modules) - own)
     if unknown:
         raise ConfigError(
             f"{setting}.target_modules: the model {path} has no {', '.join(unknown)}; its matrices are called "
             f"{', '.join(sorted(own))}"
         )
-    return sum(
-        section.rank * sum(shape)
-        for name, shape in matrices.items()
-        if name.removesuffix(".weight").rpartition(".")[2] in modules
-    )
+    return sum(section.rank * sum(shape) for name, shape in matrices.items() if _module(name) in modules)
+
+
+def with_modules(section: LoraSection, path: Path, setting: str = "actor.lora") -> LoraSection:
+    """`section`, which `setting` names, with the names that all-linear stands for in the model at `path`."""
+    if section.target_modules != ALL_LINEAR:
+        return section
+    found = {_module(name) for name in _matrices(path, setting) if _IN_BLOCK.search(name)}
+    return section.model_copy(update={"target_modules": tuple(sorted(found - set(_NOT_ALL_LINEAR)))})
+
+
+def _matrices(path: Path, setting: str) -> dict[str, list[int]]:
+    """The shapes of the model's matrices that are neither an expert's nor a vision tower's, by name."""
+    return {
+        name: shape
+        for name, shape in _shapes(path, f"{setting}: the model").items()
+        if len(shape) == 2 and _EXPERTS not in name and not _TOWER.match(name)
+    }
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def check_trainable(path: Path, setting: str = "model.path") -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rolecall.data.model_files import ModelFacts
 from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_parameters
 from rolecall.errors import ConfigError
-from rolecall.settings import RunSettings, TrainerSection
+from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
 
 NVIDIA_SMI_TIMEOUT_S = 10.0
 CONTEXT_BYTES = 3 * 2**28
@@ -78,7 +78,7 @@ class ShiftPlan:
             raise ConfigError(
                 "shared GPUs: while the trainers work they and a sleeping rollout take "
                 f"{self.training:,.0f} bytes of each, {self.training - self.gpu:,.0f} more than it has; use more GPUs "
-                "(num_ranks), actor.optimizer.offload, actor.lora, critic.lora or a smaller model, or move critic and "
+                "(num_ranks), optimizer.offload, actor.lora, critic.lora or a smaller model, or move critic and "
                 "references to other GPUs"
             )
         missing = self.beside_rollouts + self.rollout - self.gpu
@@ -98,17 +98,19 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
     size = 4 if settings.model.dtype == "float32" else 2
     weights, shared = facts.num_parameters * size, set(actor.devices)
     references = {name: section for name, section in settings.references.items() if shared & set(section.devices)}
-    moments = 0 if trains_nothing(settings) else 4 if actor.optimizer.offload else _MOMENTS
+
+    def moments(optimizer: OptimizerSection) -> int:
+        return 0 if trains_nothing(settings) else 4 if optimizer.offload else _MOMENTS
 
     def bytes_of(counts: ParameterCounts, per_trained: int) -> float:
         return counts.frozen * size + counts.trained * per_trained
 
     acting = actor_parameters(settings, facts)
     parameters = _per_rank(actor, bytes_of(acting, _MASTER))
-    trained = _per_rank(actor, bytes_of(acting, _MASTER + moments))
+    trained = _per_rank(actor, bytes_of(acting, _MASTER + moments(actor.optimizer)))
     num_processes = 1 + len(references)
-    if critic is not None and shared & set(critic.devices):
-        trained += _per_rank(critic, bytes_of(critic_parameters(settings, facts), _MASTER + moments))
+    if critic is not None and shared & set(critic.devices) and (own := settings.critic_optimizer):
+        trained += _per_rank(critic, bytes_of(critic_parameters(settings, facts), _MASTER + moments(own)))
         num_processes += 1
     packed = 2 * facts.largest_layer * size if actor.lora is None else 0
     return ShiftPlan(

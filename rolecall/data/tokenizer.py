@@ -1,6 +1,7 @@
 """The tokenizer of a model directory: renders a conversation once, decodes for people. Imports no torch.
 
-Owns which files make a tokenizer and its digest. Needs a `tokenizer.json`: slow, Python-only tokenizers are refused in
+Owns what makes one tokenizer the same as another, by which roles are compared as they join
+(services/controller/fleet/members.py). Needs a `tokenizer.json`: slow, Python-only tokenizers are refused in
 words.
 """
 
@@ -18,21 +19,30 @@ from rolecall.settings import ModelSection
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 """File of a tokenizer's configuration, in which a chat template may stand, too."""
-_JSON_FILES = ("tokenizer.json", TOKENIZER_CONFIG)
+TOKENIZER = "tokenizer.json"
+"""File of a tokenizer."""
 TEMPLATE = "chat_template.jinja"
 """File of a tokenizer's chat template."""
-_FILES = (*_JSON_FILES, TEMPLATE)
 NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 """Files of a tokenizer's further chat templates, such as one for tools, which the library takes by their names."""
+_PROBE = (
+    "It 's 12,345.6 ; isn't ISN'T  it?\n\n\tdef f(x):\r\n  return x**2  # "
+    "\u00e9 e\u0301 \ufb01 \u4f60\u597d \u0928\u093f \U0001f642 "
+)
+"""A text of what tokenizers differ in beside their vocabularies: splitting, normal forms, spaces, tidied decoding."""
+_IDS = range(256, 1280)
+"""Ids that stand for pieces of text in every vocabulary of a language model: after the special tokens and bytes that
+some have first, before where anybody adds tokens.
+"""
 
 
 class ChatTokenizer:
     """A Hugging Face tokenizer with a chat template."""
 
     @classmethod
-    def of(cls, model: ModelSection) -> "ChatTokenizer":
+    def of(cls, model: ModelSection, *, renders: bool = True) -> "ChatTokenizer":
         """The tokenizer that a run renders its prompts by. ConfigError names what it lacks."""
-        return cls(model.path, model.chat_template_kwargs, model.chat_template)
+        return cls(model.path, model.chat_template_kwargs, model.chat_template, renders=renders)
 
     def __init__(
         self,
@@ -47,11 +57,11 @@ class ChatTokenizer:
         (model.chat_template); `renders`: whether conversations are rendered, which needs a template. ConfigError names
         what it lacks.
         """
-        if not (path / "tokenizer.json").is_file():
+        if not (path / TOKENIZER).is_file():
             raise ConfigError(
                 f"model.path {path} has no tokenizer.json; save the tokenizer with save_pretrained, as a fast tokenizer"
             )
-        for name in _JSON_FILES:
+        for name in (TOKENIZER, TOKENIZER_CONFIG):
             _check_json(path / name)
         # a second of imports, for those alone who load one
         from transformers.tokenization_utils_tokenizers import TokenizersBackend
@@ -74,16 +84,6 @@ class ChatTokenizer:
                 f"model.path {path}: the tokenizer has no chat template; name a file of one as model.chat_template, or "
                 "set tokenizer.chat_template and save it"
             )
-        files = [path / name for name in _FILES if (path / name).is_file()]
-        digests = [hashlib.sha256(file.read_bytes()).digest() for file in files]
-        for file in sorted(path.glob(NAMED_TEMPLATES)):
-            digests += [hashlib.sha256(part).digest() for part in (file.name.encode(), file.read_bytes())]
-        if own is not None:
-            digests.append(hashlib.sha256(own.encode()).digest())
-        if template_kwargs:
-            digests.append(hashlib.sha256(json.dumps(template_kwargs, sort_keys=True).encode()).digest())
-        self.digest = hashlib.sha256(b"".join(digests)).hexdigest()
-        """Hex digest of the tokenizer, its templates, and what that is given besides conversations."""
         self._template_kwargs = template_kwargs
 
     def twin(self) -> "ChatTokenizer":
@@ -144,6 +144,24 @@ class ChatTokenizer:
         """Text with special tokens: for people who want to see them."""
         return str(self.backend.decode([int(token) for token in token_ids]))
 
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of what it does: its vocabulary, what it makes of a probe and back, its templates and what they
+        are given besides conversations. Not of its files, which the library writes anew in another form whenever a
+        model is saved, and where a template has three places to stand.
+        """
+        ids = self.backend.encode(_PROBE, add_special_tokens=False)
+        added = [(place, token.content, token.special) for place, token in self.backend.added_tokens_decoder.items()]
+        templates = [self.backend.chat_template, self._template_kwargs]
+        return _digest([sorted(self.backend.get_vocab().items()), sorted(added), ids, self.decode(ids), templates])
+
+    @cached_property
+    def ids_digest(self) -> str:
+        """Hex digest of what its ids stand for: the same for all tokenizers of a family, whatever tokens one of them
+        adds and however each splits a text.
+        """
+        return _digest(self.backend.convert_ids_to_tokens([place for place in _IDS if place < self.num_ids]))
+
     @property
     def special_tokens(self) -> frozenset[str]:
         """The texts that are read as special tokens wherever they stand."""
@@ -176,6 +194,11 @@ class ChatTokenizer:
         return max(self.backend.get_vocab().values(), default=-1) + 1
 
 
+def read_ids_digest(path: Path) -> str:
+    """The `ids_digest` of the tokenizer in the model directory `path`; empty where it has none. ConfigError."""
+    return ChatTokenizer(path, renders=False).ids_digest if (path / TOKENIZER).is_file() else ""
+
+
 def read_template(path: Path | None) -> str | None:
     """The text of the chat template that a run names (model.chat_template); None where it names none. ConfigError."""
     if path is None:
@@ -187,6 +210,10 @@ def read_template(path: Path | None) -> str | None:
     if not text.strip():
         raise ConfigError(f"model.chat_template: {path} is empty; name a file of Jinja text")
     return text
+
+
+def _digest(tree: Any) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def _check_json(path: Path) -> None:

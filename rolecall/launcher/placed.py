@@ -12,6 +12,7 @@ from typing import Any
 
 from rolecall.config_file import complete_tree, read_tree
 from rolecall.disk import replace_text
+from rolecall.launcher.epochs import count_steps
 from rolecall.settings import AddressSection, RunSettings, from_environment, validated
 
 FILE = "placed.json"
@@ -33,10 +34,16 @@ def note_placed(configured: RunSettings, resolved: RunSettings) -> None:
 
 
 def load_unplaced(path: Path, overrides: Sequence[str], recipe: str | None) -> RunSettings:
-    """`load_settings` for whoever starts the roles, of what `load_unplaced_tree` returns."""
+    """`load_settings` for whoever starts the roles, of what `load_unplaced_tree` returns; epochs are counted in steps.
+    RoleCallError of who counts, too.
+    """
     tree, given = load_unplaced_tree(path, overrides, recipe)
     from_environment(tree)
-    return validated(tree, path, given)
+    settings = validated(tree, path, given)
+    if settings.run.num_epochs is None:
+        return settings
+    length = {"num_epochs": None, "num_steps": count_steps(settings, settings.run.num_epochs)}
+    return validated({**tree, "run": tree["run"] | length}, path, given)
 
 
 def load_unplaced_tree(path: Path, overrides: Sequence[str], recipe: str | None) -> tuple[dict[str, Any], str]:

@@ -66,7 +66,7 @@ def keep_record(
                 before.status
                 if before
                 else controller_pb2.RunStatus(
-                    run=run.name, state=controller_pb2.RUN_STATE_STARTING, total_steps=run.num_steps
+                    run=run.name, state=controller_pb2.RUN_STATE_STARTING, total_steps=run.total_steps
                 )
             )
         tree = {

@@ -37,6 +37,7 @@ def compose(tree: dict[str, Any], file: Path) -> dict[str, str]:
     containers could not hold.
     """
     here, local = validated(tree, file), local_roles(tree)
+    _ = here.run.total_steps  # of a file whose epochs nobody counted, ConfigError here and not from each container
     _require_one_machine(here, local)
     services = {name: _service(name, here, local) for name in local}
     done = complete(tree, {name: _address(name, here, services[name]) for name in local}, _PORTS["rollout"])

@@ -62,6 +62,7 @@ def kubernetes(tree: dict[str, Any], file: Path) -> dict[str, str]:
     local, mesh = local_roles(tree), bool((tree.get("rpc") or {}).get("behind_mesh"))
     done = complete_for_cluster(tree, {name: _host(name, mesh) for name in local})
     settings = _with_pauses(done, validated(done, file), file)
+    _ = settings.run.total_steps  # of a file whose epochs nobody counted, ConfigError here and not from each pod
     _require_names(settings)
     require_paths_under(tree, settings, (DATA, RUNS, TLS_FOLDER, ENVIRONMENT_FOLDER))
     jobs, scaled = _pods(settings, local)

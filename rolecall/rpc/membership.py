@@ -83,10 +83,12 @@ class Membership:
         num_weight_ranks: int = 0,
         on_gpus: bool = False,
         image_processor: str = "",
+        tokenizer: str = "",
         launched: bool | None = None,
     ) -> None:
-        """address: where this worker's own service answers. image_processor: as in JoinRequest. launched: whether a
-        launcher ends this process; None: as its environment says. ConfigError when controller.address is not set.
+        """address: where this worker's own service answers. image_processor, tokenizer: as in JoinRequest. launched:
+        whether a launcher ends this process; None: as its environment says. ConfigError when controller.address is not
+        set.
         """
         if settings.controller.address is None:
             raise ConfigError(
@@ -104,6 +106,7 @@ class Membership:
             version=contract_version(),
             on_gpus=on_gpus,
             image_processor=image_processor,
+            tokenizer=tokenizer,
         )
         self._launched = parent_to_die_with() is not None if launched is None else launched
         rpc = settings.rpc

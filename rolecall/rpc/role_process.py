@@ -126,6 +126,7 @@ def _parse(role: str, words: list[str]) -> ServiceArgs:
         raise ConfigError(f"CONFIG, the run's YAML file, is missing; see rolecall serve {role} --help")
     path = Path(files[0])
     settings = with_running_store(load_settings(path, overrides), role)
+    _ = settings.run.total_steps  # of a file whose epochs nobody counted, ConfigError now and not from a device thread
     if role not in _WITHOUT_WEIGHTS:
         require_ports(settings.weights)
     settings = acting_as(settings, Caller(role))

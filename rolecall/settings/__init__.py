@@ -128,7 +128,9 @@ from rolecall.settings.services import (
 )
 from rolecall.settings.sft import SftDataSection, SftEvaluationSection, SftRunSection, SftSettings
 from rolecall.settings.trainers import (
+    ALL_LINEAR,
     ActorSection,
+    CriticOptimizerSection,
     CriticSection,
     LayoutSection,
     LoraSection,
@@ -143,6 +145,7 @@ from rolecall.settings.trainers import (
 
 __all__ = [
     "ACTOR_BASE",
+    "ALL_LINEAR",
     "COMPARING",
     "FEW_CALLS",
     "KL_ERROR_BOUND",
@@ -161,6 +164,7 @@ __all__ = [
     "ControllerSection",
     "CorrectionSection",
     "CovarianceLoss",
+    "CriticOptimizerSection",
     "CriticSection",
     "CurriculumSection",
     "CustomAdvantage",

@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, Field, JsonValue, PositiveInt, model_validator
 
+from rolecall.errors import ConfigError
 from rolecall.settings.plugin import PluginSection
 from rolecall.settings.section import (
     CheckpointUrl,
@@ -62,24 +63,51 @@ class JobSection(Section):
     keep_checkpoints: PositiveInt = 2
     """Checkpoints kept; older committed ones are deleted."""
 
+    num_steps: NonNegativeInt | None = None
+    """Steps; this or num_epochs."""
+    num_epochs: PositiveInt | None = None
+    """Passes over the data; this or num_steps."""
+
     @property
     def checkpoints(self) -> str:
         """Folder or URL of the checkpoints."""
         return self.checkpoint_url or str(self.dir / "checkpoints")
 
+    @model_validator(mode="after")
+    def _length_is_given_once(self) -> Self:
+        if (self.num_steps is None) == (self.num_epochs is None):
+            raise ValueError("give one of run.num_steps and run.num_epochs")
+        return self
+
 
 class RunSection(JobSection):
     """The run: its name, its directory and its length."""
 
-    num_steps: NonNegativeInt
-    """Train batches to apply; with 0 the run is its evaluation of the model, and leaves no checkpoint. `rolecall check`
-    says how many epochs they are.
+    num_steps: NonNegativeInt | None = None
+    """Train batches to apply, this or num_epochs; with 0 the run is its evaluation of the model, and leaves no
+    checkpoint. `rolecall check` says how many epochs they are.
+    """
+    num_epochs: PositiveInt | None = None
+    """Passes over the prompts of all data.train files that fit: as many steps as they make whole batches of
+    algorithm.groups_per_batch, less what is left at the end. `rolecall train` and `rolecall check` count them, the
+    prompts too; roles that are started alone cannot. Where groups are dropped (algorithm.filters), prompts that follow
+    take their places: the steps stay, and more passes are made.
     """
     deterministic: bool = False
     """Whether a run that is made again ends in the same weights, bit for bit, whoever was killed in it: nothing depends
     on which responses are computed together. On CPUs rollouts then compute one response at a time, on GPUs by kernels
     that do not see the batch (vLLM's VLLM_BATCH_INVARIANT). docs/configuration.md says what else must be the same.
     """
+
+    @property
+    def total_steps(self) -> int:
+        """Train batches to apply. ConfigError where the file gives num_epochs, and nobody has counted what they are."""
+        if self.num_steps is None:
+            raise ConfigError(
+                "run.num_epochs: `rolecall train` counts the prompts for roles that it starts, and nobody does for "
+                "others; give run.num_steps, which `rolecall check` says"
+            )
+        return self.num_steps
 
 
 def _the_templates_own(given: dict[str, JsonValue]) -> dict[str, JsonValue]:

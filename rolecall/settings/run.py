@@ -35,6 +35,7 @@ from rolecall.settings.services import (
 from rolecall.settings.trainers import (
     ActorSection,
     CriticSection,
+    OptimizerSection,
     ReferenceSection,
     TrainerSection,
     check_backend,
@@ -90,12 +91,29 @@ class RunSettings(Section):
     @property
     def num_policy_steps(self) -> int:
         """Steps of the run in which the policy learns: all but those of the critic's warm-up."""
-        return max(0, self.run.num_steps - (self.critic.warmup_steps if self.critic else 0))
+        return max(0, self.run.total_steps - (self.critic.warmup_steps if self.critic else 0))
 
     @property
     def num_policy_updates(self) -> int:
         """Optimizer steps of the actor in the run."""
         return self.num_policy_steps * self.algorithm.num_minibatches * self.algorithm.num_epochs
+
+    @property
+    def critic_optimizer(self) -> OptimizerSection | None:
+        """The critic's optimizer, what follows the actor's included; None where there is no critic."""
+        if self.critic is None:
+            return None
+        of_actor = self.algorithm.num_minibatches
+        return self.critic.optimizer.beside(self.actor.optimizer, (self.critic.num_minibatches or of_actor) / of_actor)
+
+    @property
+    def trained_by(self) -> tuple[tuple[str, OptimizerSection, int], ...]:
+        """Each trainer's name, optimizer and optimizer steps in the run."""
+        actor = ("actor", self.actor.optimizer, self.num_policy_updates)
+        if self.critic is None or self.critic_optimizer is None:
+            return (actor,)
+        per_step = self.algorithm.num_epochs * (self.critic.num_minibatches or self.algorithm.num_minibatches)
+        return actor, ("critic", self.critic_optimizer, self.run.total_steps * per_step)
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -283,6 +301,11 @@ class RunSettings(Section):
             if self.critic.lora is not None and self.actor.backend == "megatron":
                 raise ValueError(
                     "critic.lora is not there with actor.backend megatron; leave it out, or use backend fsdp"
+                )
+            if self.critic.optimizer.kind != "adamw" and self.actor.backend == "megatron":
+                raise ValueError(
+                    f"critic.optimizer.kind {self.critic.optimizer.kind} is not there with actor.backend megatron; set "
+                    "adamw, or use backend fsdp"
                 )
         for name, section in self.references.items():
             check_backend(self.actor, section.parallel, f"references.{name}.parallel")
@@ -535,23 +558,26 @@ class RunSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _epochs_can_be_counted(self) -> Self:
+        if self.run.num_epochs is not None and self.algorithm.curriculum is not None:
+            raise ValueError(
+                "run.num_epochs: with algorithm.curriculum an epoch leaves out the prompts whose turn it is not, which "
+                "nobody knows before; give run.num_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _schedules_fit(self) -> Self:
+        if self.run.num_steps is None:
+            return self  # checked once the prompts are counted
         if self.critic and 0 < self.run.num_steps <= self.critic.warmup_steps:
             raise ValueError(
                 f"critic.warmup_steps {self.critic.warmup_steps} leaves the policy none of run.num_steps "
                 f"{self.run.num_steps}; lower it, or raise run.num_steps"
             )
-        updates = self.run.num_steps * self.algorithm.num_epochs
-        trainers = [("actor", self.actor.optimizer, self.num_policy_updates)]
-        if self.critic:
-            trainers.append(
-                (
-                    "critic",
-                    self.critic.optimizer(self.actor.optimizer, self.algorithm.num_minibatches),
-                    updates * (self.critic.num_minibatches or self.algorithm.num_minibatches),
-                )
-            )
-        for role, optimizer, num_updates in trainers:
+        for role, optimizer, num_updates in self.trained_by:
+            if optimizer.fault is not None:
+                raise ValueError(f"{role}.optimizer: {optimizer.fault} (what it leaves out follows actor.optimizer)")
             num_changing = optimizer.warmup_steps + (optimizer.decay_steps or 0)
             if optimizer.decay_steps and num_changing > num_updates:
                 raise ValueError(
@@ -576,7 +602,7 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _evaluation_takes_place(self) -> Self:
-        if not (self.evaluation.at_start or self.run.num_steps):
+        if not self.evaluation.at_start and self.run.num_steps == 0:
             raise ValueError(
                 "evaluation.at_start: a run of no steps is its evaluation, at step 0, which this leaves out; remove "
                 "it, or raise run.num_steps"

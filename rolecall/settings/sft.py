@@ -21,12 +21,6 @@ class SftRunSection(JobSection):
     num_epochs: PositiveInt | None = None
     """Passes over the examples; this or num_steps."""
 
-    @model_validator(mode="after")
-    def _length_is_given_once(self) -> Self:
-        if (self.num_steps is None) == (self.num_epochs is None):
-            raise ValueError("give one of num_steps and num_epochs")
-        return self
-
 
 class SftDataSection(Section):
     """Examples: JSONL or parquet, one a row, which is a prompt and its response, or a conversation. The loss is on the

@@ -2,15 +2,26 @@
 library.
 """
 
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    JsonValue,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from rolecall.settings.data import Dtype
 from rolecall.settings.section import ConfigPath, NonNegativeFloat, NonNegativeInt, Section, ServiceSection
 
 TrainingBackend: TypeAlias = Literal["fsdp", "megatron"]
 """Libraries that spread a model over ranks and train it; rolecall/training/backends.py makes the engine of each."""
+
+ALL_LINEAR = "all-linear"
+"""Names in one word the modules of a model that may have adapters."""
 
 Beta: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 """A decay of AdamW's."""
@@ -48,19 +59,57 @@ class OptimizerSection(Section):
     min_learning_rate: NonNegativeFloat = 0.0
     """Rate that decay ends at; constant has no decay."""
 
-    @model_validator(mode="after")
-    def _schedule_is_whole(self) -> Self:
+    @property
+    def fault(self) -> str | None:
+        """The complaint about its schedule; None: there is none."""
         if (self.schedule == "wsd") != (self.decay_steps is not None):
-            raise ValueError(
+            return (
                 f"schedule {self.schedule} and decay_steps {self.decay_steps} do not fit; decay_steps is given with "
                 "schedule wsd and only then"
             )
         if self.min_learning_rate > self.learning_rate:
-            raise ValueError(
+            return (
                 f"min_learning_rate {self.min_learning_rate:g} is above learning_rate {self.learning_rate:g}, the "
                 "peak; lower it"
             )
+        return None
+
+    @model_validator(mode="after")
+    def _schedule_is_whole(self) -> Self:
+        if self.fault is not None:
+            raise ValueError(self.fault)
         return self
+
+
+class CriticOptimizerSection(OptimizerSection):
+    """The critic's optimizer and its schedule. What is absent follows the actor's: rates in proportion to the peaks,
+    steps in proportion to the updates.
+    """
+
+    learning_rate: PositiveFloat = 1e-5
+    """Peak; ten times the actor's default, for the value head starts from nothing."""
+
+    @model_validator(mode="after")
+    def _schedule_is_whole(self) -> Self:
+        """Leaves the check to whoever knows the actor's (RunSettings), for this may be a part of a schedule."""
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves out what is absent, which goes on to follow the actor's in a file that is written of it."""
+        return {name: value for name, value in dump(self).items() if name in self.model_fields_set}
+
+    def beside(self, actor: OptimizerSection, updates: float) -> OptimizerSection:
+        """The whole optimizer. `updates`: the critic's for each of the actor's."""
+        given = {name: value for name, value in self if name in self.model_fields_set}
+        decays = given.get("schedule", actor.schedule) == "wsd" and actor.decay_steps is not None
+        followed = {
+            "learning_rate": self.learning_rate,
+            "min_learning_rate": actor.min_learning_rate * self.learning_rate / actor.learning_rate,
+            "warmup_steps": int(actor.warmup_steps * updates),
+            "decay_steps": max(1, int((actor.decay_steps or 0) * updates)) if decays else None,
+        }
+        return actor.model_copy(update=followed | given)
 
 
 class LayoutSection(Section):
@@ -151,7 +200,9 @@ class LoraSection(Section):
     """Inner size of each adapter; vLLM serves up to 512."""
     alpha: PositiveFloat = 32.0
     """An adapter's product is multiplied by alpha / rank."""
-    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = (
+    target_modules: Annotated[
+        Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)], Field(union_mode="left_to_right")
+    ] = (
         "q_proj",
         "k_proj",
         "v_proj",
@@ -161,7 +212,7 @@ class LoraSection(Section):
         "down_proj",
     )
     """Names of the linear modules of the transformer blocks that get one; a model that lacks one of them is refused and
-    those it has are listed.
+    those it has are listed. `all-linear`: all of them that may have one, which no router, expert or vision tower has.
     """
     start: ConfigPath | None = None
     """Folder of an adapter in peft's format that training begins with, such as `rolecall export` writes. Its rank,
@@ -335,12 +386,12 @@ def check_backend(actor: ActorSection, parallel: LayoutSection, setting: str) ->
 
 
 class CriticSection(TrainerSection):
-    """The value model's trainer. Its optimizer is the actor's (actor.optimizer) at a rate of its own."""
+    """The trainer of the value model, whose optimizer and minibatches are the actor's where it says nothing."""
 
     path: ConfigPath | None = None
     """Model directory; absent: the policy's. A new value head is made when it has none."""
-    learning_rate: PositiveFloat = 1e-5
-    """Peak; ten times the actor's default, for the value head starts from nothing."""
+    optimizer: CriticOptimizerSection = CriticOptimizerSection()
+    """Optimizer."""
     value_clip_eps: PositiveFloat | None = 0.2
     """Clip of the value's change (PPO's implementation); null: none."""
     num_minibatches: PositiveInt | None = None
@@ -358,21 +409,6 @@ class CriticSection(TrainerSection):
     def _adapters_are_whole(self) -> Self:
         _check_whole(self.lora, self.parallel)
         return self
-
-    def optimizer(self, actor: OptimizerSection, num_minibatches: int) -> OptimizerSection:
-        """The actor's optimizer for this model: rates in proportion to the peaks, lengths of the schedule in proportion
-        to the updates, of which the actor makes `num_minibatches` per pass.
-        """
-        rates = self.learning_rate / actor.learning_rate
-        updates = (self.num_minibatches or num_minibatches) / num_minibatches
-        return actor.model_copy(
-            update={
-                "learning_rate": self.learning_rate,
-                "min_learning_rate": actor.min_learning_rate * rates,
-                "warmup_steps": int(actor.warmup_steps * updates),
-                "decay_steps": actor.decay_steps and max(1, int(actor.decay_steps * updates)),
-            }
-        )
 
 
 class ReferenceSection(TrainerSection):

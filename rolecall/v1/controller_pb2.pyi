@@ -112,6 +112,7 @@ class JoinRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     ON_GPUS_FIELD_NUMBER: _builtins.int
     IMAGE_PROCESSOR_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run it means to serve; must be the controller's."""
     role: Global___Role.ValueType
@@ -132,6 +133,12 @@ class JoinRequest(_message.Message):
     """Hex digest of what the image processor in its model directory makes of an image (rolecall/data/images/tokens.py); empty where the policy
     is shown none (data.images_field, environment.max_image_bytes), and for the reward role.
     """
+    tokenizer: _builtins.str
+    """Hex digest of the tokenizer in its model directory (rolecall/data/tokenizer.py). Of a rollout, which makes tokens and their text, and of the
+    actor, whose checkpoints hold it: of all that it does (`digest`). Of critic and reference, which are given the policy's ids: of what ids stand
+    for (`ids_digest`), for another model's tokenizer may have more tokens and another template. Empty where the directory has none, and for the
+    reward role.
+    """
     def __init__(
         self,
         *,
@@ -144,10 +151,11 @@ class JoinRequest(_message.Message):
         version: _builtins.str = ...,
         on_gpus: _builtins.bool = ...,
         image_processor: _builtins.str = ...,
+        tokenizer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "image_processor", b"image_processor", "incarnation", b"incarnation", "num_weight_ranks", b"num_weight_ranks", "on_gpus", b"on_gpus", "role", b"role", "run", b"run", "version", b"version", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "image_processor", b"image_processor", "incarnation", b"incarnation", "num_weight_ranks", b"num_weight_ranks", "on_gpus", b"on_gpus", "role", b"role", "run", b"run", "tokenizer", b"tokenizer", "version", b"version", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,7 @@ def admission_policy(settings: RunSettings, prompt_bytes: PromptBytes) -> Admiss
     return AdmissionPolicy(
         algorithm.groups_per_batch,
         algorithm.max_staleness,
-        settings.run.num_steps,
+        settings.run.total_steps,
         budget.max_bytes,
         budget.group_bytes,
     )

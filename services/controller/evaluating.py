@@ -33,7 +33,7 @@ class Evaluations:
         """Evaluates the weights after `step` steps, if that is due and was not done: also when the loop that applied
         the last of them did not get to it. `bring` as in `over`.
         """
-        section, num_steps = self._parts.settings.evaluation, self._parts.settings.run.num_steps
+        section, num_steps = self._parts.settings.evaluation, self._parts.settings.run.total_steps
         at_interval = section.every_steps > 0 and step % section.every_steps == 0
         due = section.at_start if step == 0 else at_interval or step == num_steps
         if not due or self._parts.board.evaluated_step == step or self._is_ending:

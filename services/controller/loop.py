@@ -169,7 +169,7 @@ class Loop:
     async def _finish(self) -> None:
         """A checkpoint of the last step where one is due, then the error that ended the run, if any."""
         error, board = self._end.error, self._parts.board
-        if 0 < self._step == self._settings.run.num_steps or board.stop_with_checkpoint or error is not None:
+        if 0 < self._step == self._settings.run.total_steps or board.stop_with_checkpoint or error is not None:
             try:
                 await self._last_checkpoint()
             except RoleCallError as failed:
@@ -197,7 +197,7 @@ class Loop:
     async def _train(self) -> None:
         settings, board = self._settings, self._parts.board
         self._clock = measures.Stopwatch()
-        while self._step < settings.run.num_steps and not board.stop_requested and self._end.error is None:
+        while self._step < settings.run.total_steps and not board.stop_requested and self._end.error is None:
             batch = await self._batches.next(self._step)
             if batch is None:
                 return
@@ -379,7 +379,7 @@ class Loop:
         every = self._settings.run.checkpoint_every_steps
         due = self._step // every > self._saver.step // every
         wanted = due or self._is_crowded() or bool(self._parts.board.checkpoint_requests)
-        return wanted and self._step < self._settings.run.num_steps
+        return wanted and self._step < self._settings.run.total_steps
 
     def _is_crowded(self) -> bool:
         """Whether trained rows must be freed: in shifts, before this batch and the next may not fit beside them."""

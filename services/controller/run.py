@@ -330,7 +330,7 @@ class ControllerRun:
             run=self._settings.run.name,
             state=state,
             step=board.step,
-            total_steps=self._settings.run.num_steps,
+            total_steps=self._settings.run.total_steps,
             published_step=board.published_step,
             policy_version=board.policy_version,
             ledger=ledger,

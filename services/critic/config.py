@@ -22,7 +22,7 @@ def num_minibatches(settings: RunSettings) -> int:
 
 def num_optimizer_steps(settings: RunSettings) -> int:
     """Length of the learning rate's schedule."""
-    return settings.run.num_steps * num_minibatches(settings) * settings.algorithm.num_epochs
+    return settings.run.total_steps * num_minibatches(settings) * settings.algorithm.num_epochs
 
 
 def model_path(settings: RunSettings) -> Path:

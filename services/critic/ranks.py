@@ -19,7 +19,7 @@ def build(settings: RunSettings, connection: Connection, hooks: ProcessHooks = U
         connection,
         path=config.model_path(settings),
         head="value",
-        optimizer=section.optimizer(settings.actor.optimizer, settings.algorithm.num_minibatches),
+        optimizer=settings.critic_optimizer,
         lora=adapters_to_begin_with(settings, section.lora),
         total_steps=config.num_optimizer_steps(settings),
         hooks=hooks,

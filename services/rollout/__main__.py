@@ -92,7 +92,7 @@ async def _main(args: ServiceArgs) -> None:
     )
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, SERVICE_NAME)
     address = advertised(await server.start(), settings.rollout.advertise_host, settings.controller.address)
-    membership = _membership(args, config, engine, address, launched=launched)
+    membership = _membership(args, config, engine, tokenizer, address, launched=launched)
     membership.start()
 
     async def drain() -> None:
@@ -156,7 +156,13 @@ def _pull_settings(args: ServiceArgs, config: RolloutConfig, consumer: str) -> P
 
 
 def _membership(
-    args: ServiceArgs, config: RolloutConfig, engine: "VllmEngine", address: str, *, launched: bool
+    args: ServiceArgs,
+    config: RolloutConfig,
+    engine: "VllmEngine",
+    tokenizer: ChatTokenizer,
+    address: str,
+    *,
+    launched: bool,
 ) -> Membership:
     return Membership(
         args.settings,
@@ -167,6 +173,7 @@ def _membership(
         engine.info.num_weight_ranks,
         on_gpus=bool(config.devices),
         image_processor=image_processor_of(args.settings, config.model_path),
+        tokenizer=tokenizer.digest,
         launched=launched,
     )
 

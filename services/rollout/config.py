@@ -21,6 +21,7 @@ from rolecall.data.model_files import (
     max_model_tokens,
     read_model,
     text_config,
+    with_modules,
 )
 from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts
 from rolecall.errors import ConfigError
@@ -113,7 +114,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         batch_invariant=settings.run.deterministic,
         engine=section.engine,
         in_one_process=section.workers_per_replica == 1,
-        lora=settings.actor.lora,
+        lora=None if settings.actor.lora is None else with_modules(settings.actor.lora, path),
         is_recurrent=has_recurrent_layers(text_config(path)),
         image_token_id=None if visual_tokens is None else visual_tokens.token_id,
         mixture=read_mixture(path) if settings.actor.router_replay == "r3" else None,

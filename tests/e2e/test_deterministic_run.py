@@ -30,7 +30,7 @@ def begin(folder: Path, name: str) -> "subprocess.Popen[str]":
         "sampling": {"num_responses": 4, "max_tokens": 24},
         "algorithm": {"groups_per_batch": 8, "num_minibatches": 2, "advantage": {"kind": "gae"}},
         "actor": {"optimizer": {"learning_rate": 1e-3}},
-        "critic": {"learning_rate": 1e-3},
+        "critic": {"optimizer": {"learning_rate": 1e-3}},
         "reward": {"components": {"short": {"scorer": {"kind": "length", "max_tokens": 24}}}},
         "rollout": {"kv_cache_bytes": 2**26},
     }

@@ -33,7 +33,7 @@ def write_config(folder: Path) -> Path:
         "sampling": {"num_responses": 4, "max_tokens": 24},
         "algorithm": {"groups_per_batch": 8, "max_staleness": 1, "num_minibatches": 2, "advantage": {"kind": "gae"}},
         "actor": {"optimizer": {"learning_rate": 1e-4}},
-        "critic": {"learning_rate": 1e-3},
+        "critic": {"optimizer": {"learning_rate": 1e-3}},
         "reward": {"components": {"short": {"scorer": {"kind": "length", "max_tokens": 24}}}},
         "rollout": {"kv_cache_bytes": 2**26},
     }

@@ -85,7 +85,7 @@ def test_sampler_actor_critic_and_reference_see_the_same(tmp_path: Path, family:
         "sampling": {"num_responses": 4, "max_tokens": 24},
         "algorithm": {"groups_per_batch": 8, "num_minibatches": 2, "max_staleness": 1},
         "actor": {"optimizer": {"learning_rate": 1e-3}},
-        "critic": {"learning_rate": 1e-3},
+        "critic": {"optimizer": {"learning_rate": 1e-3}},
         "reward": {"components": {"short": {"scorer": {"kind": "length", "max_tokens": 24}}}},
         "rollout": {"kv_cache_bytes": 2**27},
         "store": {"max_bytes": 2**28},

@@ -23,6 +23,7 @@ from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import (
     BudgetSpentError,
+    ConfigError,
     ConflictError,
     GenerationError,
     InvalidInputError,
@@ -52,6 +53,7 @@ from services.controller.run import ControllerRun
 from services.rollout.sampling import Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
+from tests.tiny_tokenizer import write_tokenizer
 from tests.twins.callers import party, playing
 from tests.twins.run import RUN_S, Life, LightRun, TwinRun, balance, check_trained_once, parity
 from tests.waiting import until
@@ -93,6 +95,14 @@ async def test_every_response_of_every_step_is_written_with_its_score_where_all_
         of_step = [line for line in trained if line["step"] == step]
         assert fmean(line["reward"] for line in of_step) == pytest.approx(by_step[step]["reward/mean"])
         assert fmean(line["response_tokens"] for line in of_step) == pytest.approx(by_step[step]["response/tokens"])
+
+
+async def test_a_rollout_with_another_tokenizer_is_refused_by_file_and_remedy(light_run: LightRun) -> None:
+    async with light_run() as run, run.controller():
+        write_tokenizer(run.settings.model.path, more_tokens=["<|tool|>"])  # as in another copy of the directory
+        async with run.rollout("rollout-0"):
+            with pytest.raises(ConfigError, match=r"rollout-0 makes other tokens .* copy them from the controller's"):
+                await asyncio.wait_for(run.memberships["rollout-0"].joined(), 30)
 
 
 async def test_the_controller_stays_until_the_last_worker_has_heard_of_the_end(light_run: LightRun) -> None:

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from rolecall.checkpoint.storage import open_storage
 from rolecall.data.adapter_files import ADAPTER
+from rolecall.data.model_files import with_modules
 from rolecall.errors import CheckpointMismatchError, ConfigError
-from rolecall.settings import LoraSection, OptimizerSection
+from rolecall.settings import ALL_LINEAR, LoraSection, OptimizerSection
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.export.export import export
 from rolecall.training.fsdp.engine import FsdpEngine
@@ -170,6 +171,14 @@ def test_a_target_that_the_model_does_not_have_is_named_with_those_it_has(models
         make_engine(models["tied"], section=LoraSection(target_modules=("query", "v_proj")))
     with pytest.raises(ConfigError, match=r"no \['down_proj', 'gate_proj', 'up_proj'\] .* 'v_proj'"):
         make_engine(models["moe"])
+
+
+@pytest.mark.parametrize("kind", ["tied", "moe"])
+def test_all_linear_is_at_every_matrix_that_trains_and_at_no_router(models: dict[str, Path], kind: str) -> None:
+    section = with_modules(LORA.model_copy(update={"target_modules": ALL_LINEAR}), models[kind])
+    engine = make_engine(models[kind], section=section)
+    names = {name.partition(".lora_")[0].rpartition(".")[2] for name in weights_of(engine)}
+    assert names == set(ATTENTION if kind == "moe" else LoraSection().target_modules)
 
 
 def test_an_adapter_that_would_not_be_found_by_its_matrix_s_name_is_refused(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ async def trained(
     }
     sections["actor"] |= {"num_threads": 1, "optimizer": {"learning_rate": 1e-3}}
     if "critic" in sections:
-        sections["critic"] |= {"learning_rate": 1e-3}
+        sections["critic"] |= {"optimizer": {"learning_rate": 1e-3}}
     run_section = {"num_steps": NUM_STEPS, "checkpoint_every_steps": 2}
     # the machine may be busy with other tests
     sections["controller"] = {"lease_s": 30.0, "start_timeout_s": 200.0, "stall_timeout_s": 200.0}

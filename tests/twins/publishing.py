@@ -247,7 +247,7 @@ async def publishing_run(store: StoreUnderTest, tree: dict[str, Any], folder: Pa
     server.add(actor_pb2_grpc.add_ActorServiceServicer_to_server, actor, "rolecall.v1.ActorService")
     channel = open_channel(await server.start(), party())
     threads = StoreThreads()
-    fleet = Fleet(settings, store.ledger, threads)
+    fleet = Fleet(settings, store.ledger, threads, tokenizer="", token_ids="")
     stub = actor_pb2_grpc.ActorServiceStub(channel)
 
     def publisher_from(recovered: Recovered) -> PolicyPublisher:

@@ -217,7 +217,7 @@ class TwinRun:
         incarnation = f"{id(object()):x}"
         post = await on_shift(self.settings)
         engine = engine or ScriptedEngine(token_s=token_s, vocab_size=200)
-        chat = ChatTokenizer(self.settings.model.path)
+        chat = ChatTokenizer.of(self.settings.model)
         twin = RolloutTwin.of_run(
             self.settings, f"{worker}.{incarnation}", engine, chat, self.store.connect(), post=post
         )
@@ -230,6 +230,7 @@ class TwinRun:
             address,
             num_weight_ranks=1,
             image_processor=image_processor_of(self.settings, self.settings.model.path),
+            tokenizer=chat.digest,
             launched=True,  # it lives until the context ends, also when one of several lives of the run is over
         )
         self.memberships[worker] = membership

@@ -117,6 +117,16 @@ def test_a_shared_gpu_is_held_against_each_shift_with_the_bytes_that_are_missing
         match=r"they and a sleeping rollout take 115,489,660,928 bytes of each, 29,590,315,008 more than it has",
     ):
         lines(both)
+    kept = make_settings(
+        actor={"devices": [0], "optimizer": {"offload": True}},
+        rollout={"devices": [[0]]},
+        critic={"devices": [0], "optimizer": {"offload": False}},
+        algorithm={"groups_per_batch": 2, "advantage": {"kind": "gae"}},
+    )
+    with pytest.raises(ConfigError, match=r"critic needs at least 104\.3 GiB on GPU 0"):
+        lines(kept)
+    moments = [plan_shifts(one, SEVEN_B, gpu_memory_bytes()).training for one in (kept, both)]
+    assert moments[0] - moments[1] == 8 * 7e9, "the critic's"
     lines(shared(2))
     with pytest.raises(
         ConfigError, match=r"while the actor publishes, its parameters \(14,000,000,000 bytes\), weights on"

@@ -31,7 +31,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_a_bad_configuration_is_answered_before_grpc_or_torch_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("run: {name: x}\n")
+    file.write_text("run: {name: x, dir: y}\n")
     code = (
         f"import sys; from rolecall.commands import cli; code = cli.main(['train', {str(file)!r}]); print(code, "
         f"sorted({{'grpc', 'torch'}} & set(sys.modules)))"
@@ -202,6 +202,10 @@ def test_a_file_that_says_two_things_or_none_is_refused(tmp_path: Path, added: b
         (
             "actor.learning_rate=0.1",
             "actor.learning_rate: there is no such setting (did you mean 'actor.optimizer.learning_rate'?)",
+        ),
+        (
+            "critic={learning_rate: 0.1}",
+            "critic.learning_rate: there is no such setting (did you mean 'critic.optimizer.learning_rate'?)",
         ),
         (
             "algorithm.advantage={kind: gae, lamda: 0.9}",

@@ -70,6 +70,9 @@ def test_a_warm_up_that_the_run_does_not_outlast_is_noted(config: Path) -> None:
     critic = ["algorithm.advantage={kind: gae}", "critic={warmup_steps: 1}", "actor.optimizer.warmup_steps=4"]
     assert note.format("actor", 4, 4) in told(*critic), "in the first step the critic learns alone"
     assert "NOTE critic" not in told(*critic)
+    own = "critic={optimizer: {warmup_steps: 6}}"
+    assert note.format("critic", 6, 6) in told(critic[0], own)
+    assert "NOTE actor.optimizer" not in told(critic[0], own)
 
 
 def test_what_a_publish_does_with_responses_in_flight_is_told_where_there_are_any(config: Path) -> None:
@@ -123,6 +126,10 @@ def test_what_becomes_of_gathered_parameters_is_told_where_there_are_any(
 def test_moments_that_wait_on_the_host_are_told(config: Path) -> None:
     assert "moments, are in host memory" not in findings(load_settings(config))[1]
     assert "moments, are in host memory" in findings(load_settings(config, ["actor.optimizer.offload=true"]))[1]
+    critic = ["algorithm.advantage={kind: gae}", "actor.optimizer.offload=true", "critic={}"]
+    assert findings(load_settings(config, critic))[1].count("moments, are in host memory") == 2
+    critic[-1] = "critic={optimizer: {offload: false}}"
+    assert findings(load_settings(config, critic))[1].count("moments, are in host memory") == 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rolecall.contract import contract_version
-from rolecall.errors import UnknownWorkerError, WorkerLostError
+from rolecall.errors import ConfigError, UnknownWorkerError, WorkerLostError
 from rolecall.settings import ControllerSection, RunSettings
 from rolecall.v1 import controller_pb2
 from services.controller.fleet.liveness import Worker
@@ -113,7 +113,7 @@ async def watched(
     """A fleet that judges by `clock`."""
     settings = make_settings(controller={"lease_s": 0.5}, rollout={"hang_s": 0.6}, actor={"hang_s": 0.6})
     threads = StoreThreads()
-    fleet = Fleet(settings, store.ledger, threads, clock)
+    fleet = Fleet(settings, store.ledger, threads, clock, tokenizer="whole", token_ids="ids")
     watching = asyncio.create_task(fleet.watch())
     yield fleet
     watching.cancel()
@@ -123,7 +123,10 @@ async def watched(
 
 
 def request(
-    incarnation: str, role: controller_pb2.Role.ValueType = controller_pb2.ROLE_ROLLOUT, worker: str = "rollout-0"
+    incarnation: str,
+    role: controller_pb2.Role.ValueType = controller_pb2.ROLE_ROLLOUT,
+    worker: str = "rollout-0",
+    tokenizer: str = "",
 ) -> controller_pb2.JoinRequest:
     """A worker's announcement."""
     return controller_pb2.JoinRequest(
@@ -134,6 +137,7 @@ def request(
         address="127.0.0.1:1",
         num_weight_ranks=1,
         version=contract_version(),
+        tokenizer=tokenizer,
     )
 
 
@@ -245,3 +249,19 @@ async def test_the_loss_of_a_trainer_is_told_and_of_others_not(
     if is_told:
         assert isinstance(waiting.exception(), WorkerLostError)
     waiting.cancel()
+
+
+async def test_a_tokenizer_is_compared_whole_where_it_is_the_policy_s_and_by_its_ids_where_another_model_reads_them(
+    fleet: Fleet,
+) -> None:
+    reference, rollout = controller_pb2.ROLE_REFERENCE, controller_pb2.ROLE_ROLLOUT
+    makers = (rollout, controller_pb2.ROLE_ACTOR)
+    for place, role in enumerate((*makers, controller_pb2.ROLE_CRITIC, reference, controller_pb2.ROLE_REWARD)):
+        fleet.join(request("a", role, f"none-{place}"))  # a directory without one, which nothing is made by
+    for role in makers:
+        fleet.join(request("b", role, "same", "whole"))
+        with pytest.raises(ConfigError, match=r"other-0 makes other tokens or text .* another tokenizer\.json"):
+            fleet.join(request("a", role, "other-0", "another"))
+    fleet.join(request("a", reference, "ref", "ids"))
+    with pytest.raises(ConfigError, match=r"ref-2 takes the policy's token ids for other text"):
+        fleet.join(request("a", reference, "ref-2", "whole"))

@@ -1,6 +1,7 @@
 """What must stay when a run goes on, and what may change."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from datetime import date
@@ -53,6 +54,13 @@ def test_a_run_goes_on_with_the_same(begin: MakeSettings) -> None:
         ("actor.lora", {"actor": {"lora": {"rank": 8}}}),
         ("actor.optimizer.kind", {"actor": {"optimizer": {"kind": "muon"}}}),
         ("critic", {"critic": {}, "algorithm": {"groups_per_batch": 2, "advantage": {"kind": "gae"}}}),
+        (
+            "critic",
+            {
+                "critic": {"optimizer": {"kind": "muon"}},
+                "algorithm": {"groups_per_batch": 2, "advantage": {"kind": "gae"}},
+            },
+        ),
         ("store.num_shards", {"store": {"num_shards": 4}}),
     ],
 )
@@ -177,6 +185,38 @@ def test_a_setting_that_an_older_release_did_not_keep_is_not_held_against_the_ru
     assert run_id(tmp_path / "run"), "from here on it has one"
 
 
+@pytest.mark.parametrize(
+    ("setting", "changed"),
+    [
+        ("data.images_field", {"data": {"images_field": "images"}}),
+        ("data.preprocess", {"data": {"preprocess": {"function": "mine:row"}}}),
+        ("model.freeze_vision_tower", {"model": {"freeze_vision_tower": True}}),
+        (
+            "environment.max_image_bytes",
+            {"environment": {"address": "127.0.0.1:1", "max_image_bytes": 9}},
+        ),
+        (
+            "critic.lora",
+            {
+                "algorithm": {"groups_per_batch": 2, "advantage": {"kind": "gae"}},
+                "critic": {"lora": {"rank": 8}},
+            },
+        ),
+    ],
+)
+def test_a_setting_that_came_with_a_newer_release_was_at_its_default(
+    begin: MakeSettings, tmp_path: Path, setting: str, changed: dict[str, Any]
+) -> None:
+    path = tmp_path / "run" / FILE
+    path.write_text(
+        json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != setting})
+    )
+    paths = {"model": {"path": str(tmp_path / "model")}, "data": {"train": str(tmp_path / "train.jsonl")}}
+    with pytest.raises(ConfigError, match=f"another {re.escape(setting)} "):
+        settle(begin(**{name: paths.get(name, {}) | section for name, section in changed.items()}))
+    settle(begin())
+
+
 def test_an_option_that_a_newer_release_adds_to_adapters_is_not_held_against_the_run(
     begin: MakeSettings, tmp_path: Path
 ) -> None:
@@ -186,6 +226,8 @@ def test_an_option_that_a_newer_release_adds_to_adapters_is_not_held_against_the
     path.write_text(json.dumps(kept))
     settle(begin(actor={"lora": {"rank": 8}}))
     settle(begin(actor={"lora": {"rank": 8, "start": "where/the/first/began"}}))
+    with pytest.raises(ConfigError, match=r"another actor\.lora"):
+        settle(begin(actor={"lora": {"rank": 8, "alpha": 8}}))
     with pytest.raises(ConfigError, match=r"another actor\.lora"):
         settle(begin(actor={"lora": {"rank": 16}}))
     with pytest.raises(ConfigError, match=r"another actor\.lora"):

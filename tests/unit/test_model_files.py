@@ -16,9 +16,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from rolecall.commands.check import find_problems, require
-from rolecall.data.model_files import CPU_BLOCK_TOKENS, CPU_HEAD_DIMS, num_adapter_parameters, read_model
+from rolecall.data.model_files import CPU_BLOCK_TOKENS, CPU_HEAD_DIMS, num_adapter_parameters, read_model, with_modules
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, load_settings
+from tests.tiny_tokenizer import write_tokenizer
 from tests.twins.launched import VOCAB_SIZE, write_light_config, write_model
 
 
@@ -275,6 +276,26 @@ def test_what_attention_takes_on_cpus_is_what_vllm_lists() -> None:
     assert answers["get_supported_kernel_block_sizes"] == f"return [MultipleOf({CPU_BLOCK_TOKENS})]"
 
 
+def test_a_reference_of_another_family_is_refused_and_one_with_more_tokens_is_not(config: Path, tmp_path: Path) -> None:
+    pieces = [f"<{number}>" for number in range(1300)]
+    for name, more in (("model", pieces), ("teacher", pieces), ("stranger", ["<other>", *pieces])):
+        folder = write_model(tmp_path / name)
+        edit("config.json", vocab_size=2000)(folder)
+        save_file({"model.embed_tokens.weight": np.zeros((2000, 32), np.float32)}, folder / "model.safetensors")
+        fast = write_tokenizer(folder, more_tokens=more)
+        if name == "teacher":
+            fast.add_tokens(["<think>"])
+            fast.save_pretrained(folder)
+
+    def told(name: str) -> list[str]:
+        reference = f"references={{ref: {{path: {name}, address: 'localhost:1'}}}}"
+        return problems(config, reference, "algorithm.kl={reference: ref, kl_coef: 0.1}")
+
+    assert told("teacher") == []
+    (problem,) = told("stranger")
+    assert "stranger has the tokenizer of another family, and reads the policy's token ids" in problem
+
+
 def test_a_critic_and_a_reference_of_another_vocabulary_are_named_by_their_setting(
     config: Path, tmp_path: Path
 ) -> None:
@@ -315,6 +336,26 @@ def test_adapters_are_counted_from_the_shapes_and_alone_take_optimizer_and_disk(
     out = io.StringIO()
     assert find_problems(load_settings(config, [LORA]), out) == []
     assert "adapters: 0.00M parameters are trained, published and kept; the base stays as it is" in out.getvalue()
+
+
+def test_all_linear_is_every_matrix_of_the_language_model_that_may_have_an_adapter(config: Path) -> None:
+    tower = [f"{tower}.blocks.0.attn.qkv.weight" for tower in ("visual", "model.visual")]
+    experts = ["experts.0.gate_proj", "gate", "shared_expert_gate", "shared_expert.up_proj"]
+    of_block = [
+        "self_attn.q_proj",
+        "self_attn.kv_b_proj",
+        "linear_attn.in_proj_ba",
+        *(f"mlp.{name}" for name in experts),
+    ]
+    blocks = [f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in of_block]
+    save_matrices(config, *blocks, *tower, "lm_head.weight")
+    section, path = LoraSection(rank=4, target_modules="all-linear"), config.parent / "model"
+    named = with_modules(section, path)
+    assert named.target_modules == ("in_proj_ba", "q_proj", "up_proj")
+    assert num_adapter_parameters(path, section) == num_adapter_parameters(path, named) == 2 * 3 * 4 * (48 + 16)
+    out = io.StringIO()
+    find_problems(load_settings(config, ["actor.lora={target_modules: all-linear}", "rollout.num_replicas=0"]), out)
+    assert "adapters: actor.lora.target_modules all-linear are in_proj_ba, q_proj, up_proj" in out.getvalue()
 
 
 def test_a_target_of_the_critics_adapters_is_looked_for_in_its_own_model(config: Path) -> None:

@@ -47,5 +47,5 @@ def test_the_length_is_given_in_steps_or_in_epochs(tmp_path: Path) -> None:
         tmp_path / "run" / "checkpoints"
     )
     for run in ({}, {"num_epochs": 2, "num_steps": 4}):
-        with pytest.raises(ValueError, match="one of num_steps and num_epochs"):
+        with pytest.raises(ValueError, match=r"one of run\.num_steps and run\.num_epochs"):
             SftSettings.model_validate(tree(tmp_path, **run))

@@ -296,7 +296,7 @@ def require_room(device: torch.device, num_bytes: int) -> None:
         if time.monotonic() > give_up_at:
             raise DeviceFullError(
                 f"{device} lacks {missing:,} of the {num_bytes:,} bytes that this trainer's state takes there, beside "
-                "what other roles keep; move references to other devices, set actor.optimizer.offload, or use a "
+                "what other roles keep; move references to other devices, set optimizer.offload, or use a "
                 "smaller model (`rolecall check` says what each takes)"
             )
         time.sleep(0.1)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from rolecall.data.images.tokens import image_processor_of
+from rolecall.data.tokenizer import TOKENIZER, ChatTokenizer, read_ids_digest
 from rolecall.errors import DeadlineError
 from rolecall.rpc.membership import Membership
 from rolecall.rpc.role_process import ServiceArgs, serve, stop_requested, way_out, way_to_stop
@@ -104,6 +105,7 @@ async def serve_role(
         args.incarnation,
         section.address or bound,
         image_processor=image_processor_of(args.settings, path),
+        tokenizer=await asyncio.to_thread(_tokenizer_of, args.settings, path, role),
     )
     calls.device_thread.show_to(membership)
     show_states(calls.device_thread.states)
@@ -124,6 +126,13 @@ async def serve_role(
     finally:
         membership.stop()
         await calls.close(over)
+
+
+def _tokenizer_of(settings: RunSettings, path: Path, role: controller_pb2.Role.ValueType) -> str:
+    """The digest that the role says of its tokenizer as it joins; empty where its directory has none."""
+    if role == controller_pb2.ROLE_ACTOR and (path / TOKENIZER).is_file():
+        return ChatTokenizer.of(settings.model, renders=False).digest
+    return read_ids_digest(path)
 
 
 def _first(*futures: "asyncio.Future[None]") -> "asyncio.Future[None]":

@@ -6,6 +6,7 @@ is a collective.
 
 import os
 import socket
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rolecall.contract import contract_version
 from rolecall.data.images.tokens import read_processor_digest
+from rolecall.data.model_files import with_modules
 from rolecall.data.tokenizer import read_template
 from rolecall.errors import ConfigError, VersionMismatchError
 from rolecall.settings import (
@@ -111,6 +113,8 @@ def start_context(
         timeout_s=COLLECTIVE_TIMEOUT_S,
         deterministic=options.deterministic,
     )
+    if options.lora is not None:
+        options = replace(options, lora=with_modules(options.lora, options.path, options.lora_setting))
     # Held until the ranks have met: without torchrun rank 0 is its server, and a rank may ask it after rank 0 went on.
     store = _meeting_store(rank, world_size, timeout_s) if world_size > 1 else None
     watch = None if store is None else _watch_ranks(hooks, rank, world_size, store, timeout_s)

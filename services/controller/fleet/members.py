@@ -49,6 +49,8 @@ LINGER_S = 60.0
 are told soon enough why it fails.
 """
 TRAINERS = (controller_pb2.ROLE_ACTOR, controller_pb2.ROLE_CRITIC)
+MAKERS = (controller_pb2.ROLE_ROLLOUT, controller_pb2.ROLE_ACTOR)
+"""Roles whose tokenizer is the policy's."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,20 @@ class Fleet:
     """All workers that joined. Used from one event loop."""
 
     def __init__(
-        self, settings: RunSettings, ledger: Ledger, threads: StoreThreads, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: RunSettings,
+        ledger: Ledger,
+        threads: StoreThreads,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        tokenizer: str,
+        token_ids: str,
     ) -> None:
+        """tokenizer, token_ids: the policy's digest and ids_digest (rolecall/data/tokenizer.py)."""
         self._settings = settings
         self._contracts = contract_version()
         self._image_processor = image_processor_of(settings, settings.model.path)
+        self._tokenizer, self._token_ids = tokenizer, token_ids
         self._ledger = ledger
         self._threads = threads
         self._clock = clock
@@ -82,8 +93,8 @@ class Fleet:
 
     def join(self, request: controller_pb2.JoinRequest) -> None:
         """Takes a worker in; a new incarnation replaces the old one. WorkerLostError for an incarnation that was given
-        up for good; InvalidInputError, VersionMismatchError or ConfigError for one of another run, release or image
-        processor.
+        up for good; InvalidInputError, VersionMismatchError or ConfigError for one of another run, release, image
+        processor or tokenizer.
         """
         if request.run != self._settings.run.name:
             raise InvalidInputError(
@@ -96,20 +107,7 @@ class Fleet:
                 f"with {self._contracts}; "
                 "install one release everywhere (from a checkout: the same commit)"
             )
-        if request.role != controller_pb2.ROLE_REWARD and request.image_processor != self._image_processor:
-            if not (request.image_processor and self._image_processor):
-                shows, lacks = "the controller", request.worker
-                if request.image_processor:
-                    shows, lacks = lacks, shows
-                raise ConfigError(
-                    f"images are shown by the CONFIG of {shows} alone, not by that of {lacks}; start all roles with "
-                    "one CONFIG and the same overrides"
-                )
-            raise ConfigError(
-                f"{request.worker} makes other pixels or tokens of an image than the run's model.path says: its model "
-                "directory has another preprocessor_config.json, processor_config.json or config.json; copy them from "
-                "the controller's model.path"
-            )
+        self._refuse_if_it_reads_otherwise(request)
         self._refuse_if_given_up(f"{request.worker}.{request.incarnation}")
         known = self._workers.get(request.worker)
         if known is not None and known.join.incarnation == request.incarnation:
@@ -151,6 +149,36 @@ class Fleet:
     def _hang_s(self, request: controller_pb2.JoinRequest) -> float:
         is_rollout = request.role == controller_pb2.ROLE_ROLLOUT
         return self._settings.rollout.hang_s if is_rollout else self._settings.actor.hang_s
+
+    def _refuse_if_it_reads_otherwise(self, request: controller_pb2.JoinRequest) -> None:
+        if request.role != controller_pb2.ROLE_REWARD and request.image_processor != self._image_processor:
+            if not (request.image_processor and self._image_processor):
+                shows, lacks = "the controller", request.worker
+                if request.image_processor:
+                    shows, lacks = lacks, shows
+                raise ConfigError(
+                    f"images are shown by the CONFIG of {shows} alone, not by that of {lacks}; start all roles with "
+                    "one CONFIG and the same overrides"
+                )
+            raise ConfigError(
+                f"{request.worker} makes other pixels or tokens of an image than the run's model.path says: its model "
+                "directory has another preprocessor_config.json, processor_config.json or config.json; copy them from "
+                "the controller's model.path"
+            )
+        makes = request.role in MAKERS
+        if request.tokenizer in ("", self._tokenizer if makes else self._token_ids):
+            return
+        if makes:
+            raise ConfigError(
+                f"{request.worker} makes other tokens or text than the controller: its model directory has another "
+                "tokenizer.json, tokenizer_config.json or chat template; copy them from the controller's model.path, "
+                "and start all roles with one lock and one CONFIG"
+            )
+        raise ConfigError(
+            f"{request.worker} takes the policy's token ids for other text: its model directory has the tokenizer of "
+            "another family; name a model of the policy's family, or, where its embeddings are of the policy's ids, "
+            "copy tokenizer.json from the controller's model.path"
+        )
 
     def _refuse_if_given_up(self, consumer: str) -> None:
         reason = self._refused.get(consumer)

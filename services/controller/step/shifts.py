@@ -19,7 +19,7 @@ from typing import Literal
 
 from rolecall.errors import DeadlineError, DeviceFullError, FencedError, RoleCallError, UnavailableError
 from rolecall.rpc.client_calls import is_being_cancelled
-from rolecall.settings import RunSettings
+from rolecall.settings import OptimizerSection, RunSettings
 from rolecall.shifts import ShiftLocks, Side
 from rolecall.telemetry import Metrics
 from rolecall.v1 import rollout_pb2, training_pb2
@@ -76,11 +76,15 @@ class DeviceShifts:
         if self._locks is not None and self._shift != "training":
             started = time.monotonic()
             await self._to_training(ctl)
-            parts = [training_pb2.STATE_PART_PARAMETERS, training_pb2.STATE_PART_GRADIENTS]
-            if not self._settings.actor.optimizer.offload:
-                parts.append(training_pb2.STATE_PART_OPTIMIZER)
             self._board.wait_for("the trainers to take the shared devices", "switching")
-            await at_once([trainer.onload(ctl, *parts) for trainer in self._trainers])
+            optimizers = self._settings.actor.optimizer, self._settings.critic_optimizer
+            await at_once(
+                [
+                    trainer.onload(ctl, *_parts_of(optimizer))
+                    for trainer, optimizer in zip((self._actor, self._critic), optimizers, strict=True)
+                    if trainer is not None and optimizer is not None
+                ]
+            )
             self._took("to_training", started)
 
     async def _to_training(self, ctl: int) -> None:
@@ -173,6 +177,12 @@ class DeviceShifts:
         """Lets go of the devices."""
         if self._locks is not None:
             self._locks.close()
+
+
+def _parts_of(optimizer: OptimizerSection) -> list[training_pb2.StatePart.ValueType]:
+    """The state of a trainer that is on the device for as long as its shift."""
+    parts = [training_pb2.STATE_PART_PARAMETERS, training_pb2.STATE_PART_GRADIENTS]
+    return parts if optimizer.offload else [*parts, training_pb2.STATE_PART_OPTIMIZER]
 
 
 async def _outcome(call: Awaitable[object]) -> RoleCallError | None:

@@ -26,7 +26,7 @@ COLUMNS = ("loss_mask", "values", "returns")
 def make_run(store: StoreUnderTest, model: Path, tmp_path: Path) -> MakeRun:
     def make(**critic: Any) -> RunSettings:
         algorithm = {"groups_per_batch": 4, "advantage": {"kind": "gae"}, "num_minibatches": 2}
-        section = {"token_budget": 64, "learning_rate": 1e-3} | critic
+        section = {"token_budget": 64, "optimizer": {"learning_rate": 1e-3}} | critic
         return RunSettings.model_validate(settings_tree(store, model, tmp_path, algorithm=algorithm, critic=section))
 
     return make
@@ -90,6 +90,28 @@ async def test_nothing_is_explained_of_returns_that_differ_in_their_last_bits(
     returns = np.concatenate([row["returns"][row["loss_mask"] != 0] for row in store.rows.read(batch.rows, COLUMNS)])
     assert np.unique(returns).size > 1
     assert "critic/explained_variance" not in values_of(result)
+
+
+async def test_its_own_optimizer_trains_it_and_goes_on_from_a_checkpoint_as_it_was(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
+    settings = make_run(optimizer={"kind": "muon", "learning_rate": 1e-2, "warmup_steps": 3})
+    ctl, path = store.ledger.ctl, open_storage(f"{settings.run.checkpoints}/attempt/critic").url
+    async with served_critic(settings, store) as (_, critic):
+        first = await train(critic, TrainRequest(ctl=ctl, step=0, digest=batches.sealed(0).digest))
+        batches.commit(first)
+        files = await saved(critic, SaveTrainerCheckpointRequest(ctl=ctl, path=path, step=1))
+        one = TrainRequest(ctl=ctl, step=1, digest=batches.sealed(1).digest)
+        expected = values_of(await train(critic, one))
+    assert values_of(first)["critic/learning_rate"] == pytest.approx(1e-2 * (1 + 2) / 2 / 4), "in its warm-up"
+    async with served_critic(settings, store) as (_, critic):
+        await critic.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=path, files=files), timeout=30)
+        again = values_of(await train(critic, one))
+    for name in ("critic/loss", "critic/grad_norm", "critic/learning_rate"):
+        assert again[name] == expected[name]
+    async with served_critic(make_run(), store) as (_, critic):
+        with pytest.raises(CheckpointMismatchError):
+            await critic.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=path, files=files), timeout=30)
 
 
 async def test_adapters_and_the_head_are_trained_and_go_on_from_a_checkpoint_as_they_were(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rolecall.settings import CriticSection, OptimizerSection, RunSettings
+from rolecall.settings import CriticOptimizerSection, OptimizerSection, RunSettings
 from rolecall.training.state.learning_rate import learning_rate
 from tests.smallest import smallest_tree
 
@@ -79,12 +79,63 @@ def test_a_decay_that_does_not_fit_the_run_is_refused_with_the_runs_length() -> 
         RunSettings.model_validate(tree, context={"base": Path("/")})
 
 
+ACTOR = OptimizerSection(
+    learning_rate=1e-6, min_learning_rate=1e-7, schedule="wsd", warmup_steps=4, decay_steps=10, weight_decay=0.1
+)
+
+
 def test_the_critic_follows_the_actors_schedule_at_its_own_rate_and_pace() -> None:
-    actor = OptimizerSection(
-        learning_rate=1e-6, min_learning_rate=1e-7, schedule="wsd", warmup_steps=4, decay_steps=10, weight_decay=0.1
-    )
-    critic = CriticSection(learning_rate=1e-5, num_minibatches=4).optimizer(actor, num_minibatches=2)
+    critic = CriticOptimizerSection().beside(ACTOR, updates=2)
     assert critic.min_learning_rate == pytest.approx(1e-6)
     assert (critic.learning_rate, critic.warmup_steps, critic.decay_steps) == (1e-5, 8, 20)
     assert (critic.schedule, critic.weight_decay) == ("wsd", 0.1)
-    assert CriticSection(learning_rate=1e-6).optimizer(actor, num_minibatches=2) == actor
+    assert CriticOptimizerSection(learning_rate=1e-6).beside(ACTOR, updates=1) == ACTOR
+
+
+def test_what_the_critic_s_optimizer_says_goes_before_the_actors() -> None:
+    own = CriticOptimizerSection(betas=(0.9, 0.99), weight_decay=0.0, schedule="cosine", warmup_steps=1, kind="muon")
+    critic = own.beside(ACTOR, updates=2)
+    assert (critic.betas, critic.weight_decay, critic.kind, critic.max_grad_norm) == ((0.9, 0.99), 0.0, "muon", 1.0)
+    assert (critic.schedule, critic.warmup_steps, critic.decay_steps) == ("cosine", 1, None)
+    assert critic.min_learning_rate == pytest.approx(1e-6)
+    assert CriticOptimizerSection(decay_steps=3).beside(ACTOR, updates=2).decay_steps == 3
+
+
+def with_critic(**optimizer: object) -> RunSettings:
+    """A run whose actor's rate decays linearly, beside a critic of such an optimizer."""
+    tree = smallest_tree(
+        Path("/"),
+        run={"name": "r", "dir": "/runs/r", "num_steps": 5},
+        algorithm={"groups_per_batch": 4, "advantage": {"kind": "gae"}},
+        actor={"optimizer": {"schedule": "linear", "warmup_steps": 1}},
+        critic={"optimizer": optimizer},
+    )
+    return RunSettings.model_validate(tree, context={"base": Path("/")})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        ({"schedule": "wsd"}, r"critic\.optimizer: schedule wsd and decay_steps None do not fit"),
+        ({"decay_steps": 3}, r"critic\.optimizer: schedule linear and decay_steps 3 do not fit"),
+        ({"min_learning_rate": 1.0}, r"critic\.optimizer: min_learning_rate 1 is above learning_rate 1e-05"),
+        (
+            {"schedule": "wsd", "decay_steps": 9},
+            r"critic\.optimizer\.warmup_steps \+ decay_steps = 10 exceed the run's",
+        ),
+    ],
+)
+def test_a_schedule_of_the_critic_s_is_held_against_the_actors_and_the_run(
+    optimizer: dict[str, object], told: str
+) -> None:
+    with pytest.raises(ValidationError, match=told):
+        with_critic(**optimizer)
+
+
+def test_what_the_critic_left_out_still_follows_the_actor_in_the_file_that_a_run_keeps() -> None:
+    kept = with_critic(weight_decay=0.1, betas=[0.9, 0.999]).model_dump(mode="json")
+    assert kept["critic"]["optimizer"] == {"weight_decay": 0.1, "betas": [0.9, 0.999]}
+    kept["actor"]["optimizer"] |= {"max_grad_norm": 0.5}
+    optimizer = RunSettings.model_validate(kept, context={"base": Path("/")}).critic_optimizer
+    assert optimizer is not None
+    assert (optimizer.max_grad_norm, optimizer.weight_decay, optimizer.schedule) == (0.5, 0.1, "linear")
