@@ -84,7 +84,7 @@ SEEN = base64.b64encode(b"seen").decode()
 def test_images_are_shown_where_the_run_shows_some(episode: McpEpisode) -> None:
     episode.shows_images = True
     episode.reset(Task("t"), 0)
-    seen = ["before", "\n", Image(b"seen", "image/jpeg"), "\n", "after"]
+    seen: list[str | Image] = ["before", "\n", Image(b"seen", "image/jpeg"), "\n", "after"]
     assert called(episode, "look", data=SEEN) == [ImageMessage("tool", seen)]
     assert called(episode, "look", data=SEEN, fails=True) == [ImageMessage("tool", ["error: ", *seen])]
     assert called(episode, "add", amount=2) == [Message("tool", "2")]
