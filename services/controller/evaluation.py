@@ -22,7 +22,7 @@ from rolecall.algorithms.best_and_worst import best_and_worst_at_k, is_graded
 from rolecall.algorithms.pass_and_majority import majority_at_k, pass_at_k, subset_sizes
 from rolecall.data.dataset import load_prompts
 from rolecall.data.images.files import ImageFile
-from rolecall.errors import InvalidInputError, RoleCallError, UnavailableError
+from rolecall.errors import InvalidInputError, RoleCallError, ScorerError, UnavailableError
 from rolecall.scoring.client import RewardClient
 from rolecall.scoring.scores import Failure, Score, chunked, groups_of, score_item
 from rolecall.settings import EvaluationSet, RunSettings
@@ -319,8 +319,11 @@ class Evaluation:
         """
         try:
             reads_images = bool(shown) and reward_pb2.SCORE_FIELD_IMAGES in (await self._reward.describe()).reads
+        except ScorerError as error:
+            logger.warning("%d held-out responses are not scored: %s", len(items), error)
+            return []
         except RoleCallError as error:
-            logger.debug("the scorer does not describe itself: %s", error)
+            logger.debug("the scorer does not describe itself at present: %s", error)
             return list(items)
         if not reads_images:
             return await self._sent(items, scored)

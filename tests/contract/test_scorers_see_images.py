@@ -16,6 +16,7 @@ from rolecall.conformance.peer import Peer
 from rolecall.conformance.reward.pool import own_pool
 from rolecall.conformance.reward.session import Options
 from rolecall.data.images.files import spelled_in
+from rolecall.errors import ScorerError, ScorerUnavailableError, UnavailableError
 from rolecall.reward import SERVICE_NAME, Scorer, description, new_server, one_by_one
 from rolecall.rpc.server import Server
 from rolecall.scoring.scores import Item, Score, score_item
@@ -218,6 +219,13 @@ async def test_a_scorer_of_images_passes_the_kit_and_one_of_small_requests_does_
 # --- a run
 
 
+class Silent(Liar):
+    """A scorer that does not describe itself."""
+
+    async def Describe(self, request: reward_pb2.DescribeRequest, context: Any) -> reward_pb2.DescribeResponse:
+        raise UnavailableError("not now")
+
+
 @pytest.mark.parametrize("reads_images", [True, False])
 async def test_a_run_sends_what_its_rows_show_to_a_scorer_that_reads_images(
     store: StoreUnderTest, tmp_path: Path, make_settings: Callable[..., RunSettings], reads_images: bool
@@ -267,6 +275,29 @@ async def test_a_prompt_s_images_are_read_once_for_all_of_its_responses(
     threads.close()
     items = [item for request in liar.requests for item in request.items]
     assert [list(item.images) for item in items] == [[FIRST, SECOND]] * len(group.rows)
+
+
+@pytest.mark.parametrize(
+    ("reads", "error", "words"),
+    [([99], ScorerError, "does not know"), (None, ScorerUnavailableError, "SCORER_UNAVAILABLE|UNAVAILABLE")],
+)
+async def test_a_scorer_that_does_not_say_what_it_reads_is_sent_nothing(
+    store: StoreUnderTest,
+    make_settings: Callable[..., RunSettings],
+    reads: Any,
+    error: type[Exception],
+    words: str,
+) -> None:
+    away = {"reward": {"components": {"it": {"scorer": {"kind": "exact_match"}}}, "away_timeout_s": 0.001}}
+    settings = make_settings(data={"train": "train.jsonl", "images_field": "images"}, **away)
+    liar, threads = (Silent() if reads is None else Liar()), StoreThreads()
+    liar.spec.reads.extend(reads or [])
+    (group,) = store.committed(1)
+    async with serving(liar) as scorer, client_of(scorer, timeout_s=2.0) as client:
+        with pytest.raises(error, match=words):
+            await GroupScorer(settings, store.rows, threads, client, {}, ctl=1).score(group)
+    threads.close()
+    assert not liar.requests
 
 
 def test_held_out_episodes_are_not_scored_without_what_they_showed(

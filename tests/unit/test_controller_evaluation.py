@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rolecall.data.images.files import ImageFile
-from rolecall.errors import GenerationError, RoleCallError, UnavailableError
+from rolecall.errors import GenerationError, RoleCallError, ScorerError, UnavailableError
 from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.v1 import reward_pb2, rollout_pb2, trajectory_pb2
@@ -163,6 +163,12 @@ async def test_images_reach_a_scorer_that_reads_them_and_no_other(
         assert scorer.seen == {"0": seen, "1": [], "2": []}
         assert values["eval/held/missing"] == 0
 
+    class Changed(Seeing):
+        async def describe(self) -> reward_pb2.DescribeResponse:
+            raise ScorerError("it changed")
+
+    changed = await evaluated(make_settings, Replica("r.0"), scorer=Changed(), images=images, settings=settings)
+    assert changed["eval/held/missing"] == 6
     replica = Replica("r.0", num_shown=1)
     assert (await evaluated(make_settings, replica, scorer=Seeing(), settings=settings))["eval/held/missing"] == 6
     assert "is not scored: its environment's images are not kept" in caplog.text

@@ -182,15 +182,19 @@ class GroupScorer:
 
     async def _component_names(self) -> list[str]:
         """The names of the components that the scorer gives, sorted."""
-        return sorted(component.name for component in (await self._described()).components)
+        try:
+            spec = await self._reward.describe()
+        except RoleCallError as error:  # whatever it is: the scorer has given scores, and is asked again
+            raise ScorerUnavailableError(f"{error.reason}: {error.message}") from error
+        return sorted(component.name for component in spec.components)
 
     async def _reads_images(self) -> bool:
-        return reward_pb2.SCORE_FIELD_IMAGES in (await self._described()).reads
-
-    async def _described(self) -> reward_pb2.DescribeResponse:
+        """Whether the scorer does. ScorerError when what it says of itself is not believed."""
         try:
-            return await self._reward.describe()
-        except RoleCallError as error:  # whatever it is: a scorer that gave scores, or will, is asked again
+            return reward_pb2.SCORE_FIELD_IMAGES in (await self._reward.describe()).reads
+        except ScorerError:
+            raise
+        except RoleCallError as error:
             raise ScorerUnavailableError(f"{error.reason}: {error.message}") from error
 
     def _images(self, refs: _Refs, metas: Sequence[trajectory_pb2.TrajectoryMeta]) -> list[Sequence[bytes]]:
