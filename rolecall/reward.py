@@ -35,7 +35,9 @@ from rolecall.rpc.listening import rpc_section
 from rolecall.rpc.options import MAX_GROUP_BYTES, MAX_MESSAGE_BYTES, REPLICA_AGE_S
 from rolecall.rpc.server import Server
 from rolecall.rpc.tls import read_token
+from rolecall.scoring import scores
 from rolecall.scoring.awaited import evaluate_awaited, evaluate_many_awaited
+from rolecall.scoring.exchange import is_large
 from rolecall.scoring.scores import (
     BatchFunction,
     Failure,
@@ -67,7 +69,9 @@ MAX_AWAITED = 64
 """Items that a coroutine function is awaited on at a time, over all calls; further ones wait under their callers'
 deadlines.
 """
-Field: TypeAlias = Literal["messages", "response_text", "token_ids", "ground_truth", "metadata", "environment_reward"]
+Field: TypeAlias = Literal[
+    "messages", "response_text", "token_ids", "ground_truth", "metadata", "environment_reward", "images"
+]
 FIELDS: dict[Field, reward_pb2.ScoreField.ValueType] = {
     "messages": reward_pb2.SCORE_FIELD_MESSAGES,
     "response_text": reward_pb2.SCORE_FIELD_RESPONSE_TEXT,
@@ -75,8 +79,9 @@ FIELDS: dict[Field, reward_pb2.ScoreField.ValueType] = {
     "ground_truth": reward_pb2.SCORE_FIELD_GROUND_TRUTH,
     "metadata": reward_pb2.SCORE_FIELD_METADATA,
     "environment_reward": reward_pb2.SCORE_FIELD_ENVIRONMENT_REWARD,
+    "images": reward_pb2.SCORE_FIELD_IMAGES,
 }
-ALL_FIELDS: tuple[Field, ...] = tuple(FIELDS)
+TEXT_FIELDS: tuple[Field, ...] = tuple(field for field, value in FIELDS.items() if value in scores.TEXT_FIELDS)
 Range: TypeAlias = tuple[float | None, float | None]
 """Least and greatest value; None where there is none."""
 Results: TypeAlias = list[reward_pb2.ScoreResult]
@@ -89,7 +94,7 @@ def serve(
     *,
     name: str | None = None,
     range: Range = (None, None),
-    reads: Sequence[Field] = ALL_FIELDS,
+    reads: Sequence[Field] = TEXT_FIELDS,
     components: Mapping[str, Range] | None = None,
     token_rewards: bool = False,
     bearer_token_file: Path | None = None,
@@ -101,7 +106,8 @@ def serve(
     at a time; an async one is awaited on up to MAX_AWAITED items at a time.
 
     range, components: where the reward and the named parts of a Score lie; anything outside is answered as an error.
-    reads: the fields of an Item that it needs; only these are sent. token_rewards: every Score has them.
+    reads: the fields of an Item that it needs; only these are sent, and images to those alone who name them.
+    token_rewards: every Score has them.
     bearer_token_file: refuse callers without this token. certificate_file, key_file: serve TLS; needed beyond loopback,
     unless behind_mesh.
     """
@@ -117,7 +123,7 @@ def serve_batches(
     max_items: int,
     name: str | None = None,
     range: Range = (None, None),
-    reads: Sequence[Field] = ALL_FIELDS,
+    reads: Sequence[Field] = TEXT_FIELDS,
     components: Mapping[str, Range] | None = None,
     token_rewards: bool = False,
     whole_groups: bool = False,
@@ -314,7 +320,7 @@ def new_server(scorer: Scorer, address: str, rpc: RpcSection) -> Server:
         setting="address",
         client_certificates=False,
         max_age_s=REPLICA_AGE_S,
-        max_message_bytes=MAX_GROUP_BYTES if scorer.spec.whole_groups else MAX_MESSAGE_BYTES,
+        max_message_bytes=MAX_GROUP_BYTES if is_large(scorer.spec) else MAX_MESSAGE_BYTES,
     )
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, scorer, SERVICE_NAME)
     return server

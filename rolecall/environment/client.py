@@ -240,10 +240,19 @@ class EpisodeSession:
         self._is_begun = False
         self._is_ended = False
 
-    async def reset(self, task: environment_pb2.Task, seed: int) -> environment_pb2.ResetResponse:
-        """Begins the episode. Errors as EnvironmentClient.repeated."""
+    async def reset(
+        self, task: environment_pb2.Task, seed: int, *, shows_images: bool = False
+    ) -> environment_pb2.ResetResponse:
+        """Begins the episode; `shows_images`: the policy is shown those that are answered. Errors as
+        EnvironmentClient.repeated.
+        """
         request = environment_pb2.ResetRequest(
-            session=self.name, group=self._group, fence=self._fence, task=task, seed=seed
+            session=self.name,
+            group=self._group,
+            fence=self._fence,
+            task=task,
+            seed=seed,
+            shows_images=shows_images,
         )
         self._is_begun = True
         client, spec = self._client, self._client.spec

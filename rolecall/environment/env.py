@@ -106,6 +106,9 @@ class Env(ABC):
     can never be begun.
     """
 
+    shows_images: bool = False
+    """Whether the run shows its policy images (`environment.max_image_bytes`); known from `reset` on."""
+
     @abstractmethod
     def reset(self, task: Task, seed: int) -> Messages | Opening:
         """Begins the episode. Everything random in it follows from `seed`."""

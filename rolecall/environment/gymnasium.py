@@ -2,16 +2,31 @@
 text means. ADR 66 says why nothing is imported here.
 """
 
+import io
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, SupportsFloat, TypeVar
 
-from rolecall.environment.env import Action, Answer, Env, Messages, Task
+import numpy as np
+from numpy.typing import NDArray
+
+from rolecall.environment.env import Action, Answer, Env, Image, Messages, Task
 
 UNREADABLE = "That is no action."
 ObsT = TypeVar("ObsT")
 ObsT_co = TypeVar("ObsT_co", covariant=True)
 ActT = TypeVar("ActT")
 ActT_contra = TypeVar("ActT_contra", contravariant=True)
+
+
+def image_of(pixels: NDArray[np.uint8]) -> Image:
+    """An image of pixels [height, width, 3], for `render_text`: an observation of that kind, or what `env.render()`
+    returns with `render_mode="rgb_array"`.
+    """
+    from PIL import Image as Pillow  # for those alone who show one
+
+    file = io.BytesIO()
+    Pillow.fromarray(pixels).save(file, "PNG")
+    return Image(file.getvalue())
 
 
 class GymnasiumEnv(Protocol[ObsT_co, ActT_contra]):

@@ -221,12 +221,13 @@ class Sessions:
             )
         session = _Session(request.session, request.group, request.fence, self._clock())
         self._open[request.session] = session
-        session.booting = self._work(session, lambda: self._boot(session, request.task, request.seed), "reset")
+        session.booting = self._work(session, lambda: self._boot(session, request), "reset")
         return session
 
-    def _boot(self, session: _Session, task: environment_pb2.Task, seed: int) -> environment_pb2.ResetResponse:
-        session.env = self._make()
-        return answers.opening_of(session.env.reset(answers.task_of(task), seed), answers.roles_of(self.spec))
+    def _boot(self, session: _Session, request: environment_pb2.ResetRequest) -> environment_pb2.ResetResponse:
+        session.env = env = self._make()
+        env.shows_images = request.shows_images
+        return answers.opening_of(env.reset(answers.task_of(request.task), request.seed), answers.roles_of(self.spec))
 
     def _step(self, session: _Session, action: Action) -> environment_pb2.StepResponse:
         assert session.env is not None

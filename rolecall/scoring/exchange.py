@@ -38,7 +38,14 @@ def only(item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse) -> rewar
         sent.metadata.CopyFrom(item.metadata)
     if reward_pb2.SCORE_FIELD_ENVIRONMENT_REWARD in reads and item.HasField("environment_reward"):
         sent.environment_reward.CopyFrom(item.environment_reward)
+    if reward_pb2.SCORE_FIELD_IMAGES in reads:
+        sent.images.extend(item.images)
     return sent
+
+
+def is_large(spec: reward_pb2.DescribeResponse) -> bool:
+    """Whether a request to the scorer may be larger than one of text that may be cut."""
+    return spec.whole_groups or reward_pb2.SCORE_FIELD_IMAGES in spec.reads
 
 
 def cut(

@@ -2,9 +2,9 @@
 
 A call takes its caller and the server the same whatever it holds, which is most of the work where the scorer is cheap.
 A scorer that takes its time is called as if there were none of this, a group at a time: a call holds no more than
-would be answered within JOINT_S, by the last one. A joint call decides nothing against a group: one that fails in it
-for a reason that may be another's is sent again by itself, and goes by itself until it has its scores. So a group that
-holds a call until its deadline holds up those of one call, once.
+would be answered within JOINT_S, by the last one, and with images no more than one request holds. A joint call decides
+nothing against a group: one that fails in it for a reason that may be another's is sent again by itself, and goes by
+itself until it has its scores. So a group that holds a call until its deadline holds up those of one call, once.
 
 Owns, too, how many calls are under way. A scorer that waits for a language model is given more of them, one by one; one
 that computes is not, for it would take each the longer, past its deadline: no more than would be answered within
@@ -26,6 +26,7 @@ from itertools import islice
 
 from opentelemetry.trace import Span, get_current_span
 
+from rolecall.scoring.exchange import MAX_REQUEST_BYTES
 from rolecall.scoring.scores import Failure, Outcome
 from rolecall.settings import FEW_CALLS
 from rolecall.telemetry import span_for_all
@@ -48,6 +49,8 @@ class _Asked:
     items: Sequence[reward_pb2.ScoreItem]
     is_apart: bool
     """Whether it goes by itself."""
+    num_bytes: int
+    """Bytes of items with images."""
     outcomes: "asyncio.Future[list[Outcome] | None]"
     """None: they are to be sent again by themselves."""
     context: Context
@@ -84,7 +87,8 @@ class JointCalls:
         groups = {item.group for item in items}
         is_apart = not self._apart.keys().isdisjoint(groups)
         future = asyncio.get_running_loop().create_future()
-        asked = _Asked(items, is_apart, future, copy_context(), get_current_span())
+        num_bytes = sum(item.ByteSize() for item in items if item.images)
+        asked = _Asked(items, is_apart, num_bytes, future, copy_context(), get_current_span())
         self._waiting.append(asked)
         self._begin()
         outcomes = await asked.outcomes  # bounded: by the calls before it, each with its deadline
@@ -127,10 +131,12 @@ class JointCalls:
     def _next(self) -> list[_Asked]:
         """Takes what goes together, without those who have left."""
         first = self._waiting[0]
-        number, num_items = 1, len(first.items)
+        number, num_items, num_bytes = 1, len(first.items), first.num_bytes
         for asked in self._waiting[1:]:
             num_items += len(asked.items)
-            if num_items > self._most_items or first.is_apart or asked.is_apart:
+            num_bytes += asked.num_bytes
+            is_full = num_items > self._most_items or num_bytes > MAX_REQUEST_BYTES
+            if is_full or first.is_apart or asked.is_apart:
                 break
             number += 1
         taken, self._waiting = self._waiting[:number], self._waiting[number:]

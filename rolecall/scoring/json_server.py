@@ -5,6 +5,7 @@ is a carrier's; what is asked, and how an answer is read, is the caller's.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from rolecall.errors import DeadlineError, RateLimitedError, RoleCallError, UnauthenticatedError, UnavailableError
@@ -46,17 +47,18 @@ class JsonServer:
         self.peer = Peer(name=name, address=scorer.address, timeout_s=timeout_s, hedge_after_s=scorer.hedge_after_s)
         self._calls = asyncio.Semaphore(scorer.max_calls)
 
-    async def post(self, path: str, body: object) -> Any:
-        """Returns the JSON that the server answers to the JSON `body` at `path` below its URL. Raises what a
-        RewardService's answer of that kind would.
+    async def post(self, path: str, body: object | Callable[[], object]) -> Any:
+        """Returns the JSON that the server answers to the JSON `body` at `path` below its URL; a function makes a large
+        one when its turn comes. Raises what a RewardService's answer of that kind would.
         """
         away = self.peer.away()
         if away is not None:
             raise away
         async with self._calls:  # bounded: what is inside has timeout_s, and admission bounds how many wait
+            made = body() if callable(body) else body
             try:
                 answer, _ = await self.peer.within_limit(
-                    lambda: self.peer.hedged(lambda: self._carrier.call(path, body, self._timeout_s))
+                    lambda: self.peer.hedged(lambda: self._carrier.call(path, made, self._timeout_s))
                 )
             except RoleCallError as error:
                 self.peer.is_silent(self.peer.has_failed(error))

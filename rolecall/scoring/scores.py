@@ -7,7 +7,7 @@ receives it. Knows no gRPC and no torch, so that a scorer's worker process start
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence, ValuesView
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeAlias
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.errors import InvalidInputError, RoleCallError, ScorerError
+from rolecall.settings.data import IMAGE_MARK
 from rolecall.v1 import reward_pb2, trajectory_pb2
 from rolecall.wire import Array, decode_fields, decode_tensor, encode_tensor
 
@@ -27,6 +28,8 @@ FINISH_REASONS = {
     trajectory_pb2.FINISH_REASON_ABORT: "abort",
 }
 ALL_FIELDS = tuple(value for value in reward_pb2.ScoreField.values() if value != reward_pb2.SCORE_FIELD_UNSPECIFIED)
+TEXT_FIELDS = tuple(value for value in ALL_FIELDS if value != reward_pb2.SCORE_FIELD_IMAGES)
+"""Fields of a scorer that asks for none by name: images are large."""
 _GREATEST = float(np.finfo(np.float32).max)
 """Rewards are kept as float32."""
 MAX_MESSAGE_CHARS = 1000
@@ -41,6 +44,8 @@ class Message:
 
     role: str
     content: str
+    spelled: tuple[int, ...] = ()
+    """Places of "<image>" in the content, counted from 0, that show no image."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class Item:
     """Equal for responses to one prompt that were sampled together."""
     environment_reward: "Score | None" = None
     """What the environment gave the episode; None: it is none, or its environment gives no rewards."""
+    images: tuple[bytes, ...] = ()
+    """Files of the images that the messages show, in their order."""
 
     @classmethod
     def from_proto(cls, item: reward_pb2.ScoreItem) -> "Item":
@@ -74,7 +81,7 @@ class Item:
             response_text=item.response_text,
             ground_truth=item.ground_truth,
             other_ground_truths=tuple(item.other_ground_truths),
-            messages=tuple(Message(message.role, message.content) for message in item.messages),
+            messages=tuple(Message(message.role, message.content, tuple(message.spelled)) for message in item.messages),
             metadata=decode_fields(item.metadata) if item.HasField("metadata") else {},
             prompt_token_ids=_token_ids(item.prompt_token_ids, "prompt_token_ids"),
             response_token_ids=_token_ids(item.response_token_ids, "response_token_ids"),
@@ -82,12 +89,32 @@ class Item:
             num_response_tokens=item.num_response_tokens,
             group=item.group,
             environment_reward=decode_reward(item.environment_reward) if item.HasField("environment_reward") else None,
+            images=tuple(item.images),
         )
+
+    @property
+    def conversation(self) -> tuple[tuple[str, tuple[str | bytes, ...]], ...]:
+        """(role, parts) of each message: its texts, and between them the files of the images."""
+        files = iter(self.images)
+        return tuple((message.role, _parts(message, files)) for message in self.messages)
 
     @property
     def ground_truths(self) -> tuple[str, ...]:
         """Every answer that is right; none where the data set has none."""
         return (self.ground_truth, *self.other_ground_truths) if self.ground_truth else ()
+
+
+def _parts(message: Message, files: Iterator[bytes]) -> tuple[str | bytes, ...]:
+    text, *others = message.content.split(IMAGE_MARK)
+    parts = list[str | bytes]()
+    for place, other in enumerate(others):
+        file = None if place in message.spelled else next(files, None)
+        if file is None:
+            text += IMAGE_MARK + other
+        else:
+            parts += [text, file]
+            text = other
+    return tuple(part for part in (*parts, text) if part != "")
 
 
 @dataclass(frozen=True)
@@ -150,9 +177,11 @@ BatchFunction: TypeAlias = Callable[[Sequence[Item]], Answers | Awaitable[Answer
 """A scorer of many items at a time, which may be a coroutine function."""
 
 
-def score_item(meta: trajectory_pb2.TrajectoryMeta, token_ids: Array) -> reward_pb2.ScoreItem:
-    """The item for the trajectory of `meta` and `token_ids` (int32 [T]), with every field; RewardClient sends those
-    that the scorer reads.
+def score_item(
+    meta: trajectory_pb2.TrajectoryMeta, token_ids: Array, images: Sequence[bytes] = ()
+) -> reward_pb2.ScoreItem:
+    """The item for the trajectory of `meta`, `token_ids` (int32 [T]) and the files that its row shows, with every
+    field; RewardClient sends those that the scorer reads. `images` may be left out where no scorer reads them.
     """
     ids = np.ascontiguousarray(token_ids, "<i4")
     response_ids = ids[meta.num_prompt_tokens :]
@@ -170,6 +199,10 @@ def score_item(meta: trajectory_pb2.TrajectoryMeta, token_ids: Array) -> reward_
         num_response_tokens=len(response_ids),
         group=meta.id.rpartition("/")[0],
     )
+    item.images.extend(images)
+    if images and len(images) == meta.episode.num_images:  # none is the prompt's
+        for message in item.messages[: len(meta.prompt.messages)]:
+            message.spelled[:] = range(message.content.count(IMAGE_MARK))
     if meta.prompt.HasField("metadata"):
         item.metadata.CopyFrom(meta.prompt.metadata)
     if meta.HasField("episode") and meta.episode.HasField("reward"):

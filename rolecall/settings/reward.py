@@ -125,6 +125,8 @@ class FunctionScorer(Section):
     """Names of the components in every Score it returns."""
     token_rewards: bool = False
     """Whether every Score it returns has token_rewards."""
+    images: bool = False
+    """Whether its items have the files of the images that their messages show."""
     max_items: PositiveInt = 64
     """Most items of a batch, and of an async function of one item those that a worker process awaits at a time."""
     scope: Literal["item", "batch", "group"] = "item"
@@ -171,6 +173,8 @@ class FunctionScorer(Section):
             raise ValueError("target: a scorer of kind function needs one, and one of kind environment has none")
         if self.kind == "environment" and self.scope != "item":
             raise ValueError("scope: an environment gives each episode a reward by itself; remove it")
+        if self.kind == "environment" and self.images:
+            raise ValueError("images: an environment has given its reward already; remove it")
         if self.kind == "environment" and self.options:
             raise ValueError("options: they are of a target, and an environment has none; remove them")
         return self
@@ -302,6 +306,17 @@ class RewardComponent(Section):
                 return self.scorer.server
             case _:
                 return None
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether it is sent images; an external one says so itself, later."""
+        match self.scorer:
+            case FunctionScorer():
+                return self.scorer.images
+            case ExternalScorer():
+                return self.scorer.rubric is not None and self.scorer.asked.images
+            case _:
+                return False
 
     @model_validator(mode="after")
     def _programs_end_before_the_item(self) -> Self:

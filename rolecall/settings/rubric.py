@@ -62,6 +62,8 @@ class Rubric(Section):
     """Form of an answer, which the server is asked to hold to. json: an object with `reason`, text, and `verdict`.
     choice: a verdict and nothing else, by the structured outputs of vLLM.
     """
+    images: bool = False
+    """Whether the judge is shown the images of the conversation, each where the template shows the text around it."""
     parameters: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1024}
     """Further fields of the request: how it is sampled, and what else the server knows."""
     prices: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
@@ -71,6 +73,11 @@ class Rubric(Section):
     def choices(self) -> dict[str, float]:
         """Every verdict, and what it is worth; of a comparison, to the first."""
         return {FIRST: 1.0, TIE: 0.5, SECOND: 0.0} if self.scope == "group" else self.verdicts
+
+    @property
+    def takes_large(self) -> bool:
+        """Whether it takes whole groups, or images."""
+        return self.scope == "group" or self.images
 
     @property
     def variables(self) -> frozenset[str]:
@@ -85,6 +92,8 @@ class Rubric(Section):
             raise ValueError("verdicts: of scope group they are first, second and tie; remove it")
         if self.scope == "item" and len(self.verdicts) < 2:
             raise ValueError("verdicts: say at least two that the judge may answer, e.g. {good: 1, bad: 0}")
+        if self.images and self.variables.isdisjoint(("prompt", "messages")):
+            raise ValueError("images: the template shows neither prompt nor messages, where they stand; add one")
         if self.num_samples > 1 and not self.parameters.get("temperature", 1.0):
             raise ValueError("num_samples: at parameters.temperature 0 all are one; give a temperature, or sample one")
         return self

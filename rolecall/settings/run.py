@@ -275,6 +275,16 @@ class RunSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _held_out_images_are_there(self) -> Self:
+        seeing = sorted(name for name, component in self.reward.components.items() if component.reads_images)
+        if self.max_environment_image_bytes and self.evaluation.sets and seeing:
+            raise ValueError(
+                f"reward.components.{seeing[0]} reads images, and of held-out episodes those that the environment "
+                "showed are not kept (environment.max_image_bytes); leave out evaluation.sets, or its images"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _determinism_is_possible(self) -> Self:
         if self.run.deterministic and self.algorithm.max_staleness:
             raise ValueError(

@@ -266,6 +266,7 @@ class ResetRequest(_message.Message):
     FENCE_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    SHOWS_IMAGES_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Name of the session, 1 to 512 printable ASCII characters: "<run>/<ledger>/<gid>/<i>/<claim token>", with another for each
     attempt. Two episodes never share one. The whole of it tells sessions apart. [session.name]
@@ -278,6 +279,8 @@ class ResetRequest(_message.Message):
     """Number of the attempt at the group: who claims it later has a higher one; >= 0."""
     seed: _builtins.int
     """Seed of everything random in the episode, 63 bits: the same for the same run, group and index, whoever samples."""
+    shows_images: _builtins.bool
+    """Whether the run shows its policy images that the environment answers (environment.max_image_bytes)."""
     @_builtins.property
     def task(self) -> Global___Task:
         """What the episode is about."""
@@ -290,10 +293,11 @@ class ResetRequest(_message.Message):
         fence: _builtins.int = ...,
         task: Global___Task | None = ...,
         seed: _builtins.int = ...,
+        shows_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "group", b"group", "seed", b"seed", "session", b"session", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "group", b"group", "seed", b"seed", "session", b"session", "shows_images", b"shows_images", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

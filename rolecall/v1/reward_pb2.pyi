@@ -42,6 +42,8 @@ class _ScoreFieldEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScoreField
     """The scorer reads ScoreItem.metadata."""
     SCORE_FIELD_ENVIRONMENT_REWARD: _ScoreField.ValueType  # 6
     """The scorer reads ScoreItem.environment_reward."""
+    SCORE_FIELD_IMAGES: _ScoreField.ValueType  # 7
+    """The scorer reads ScoreItem.images."""
 
 class ScoreField(_ScoreField, metaclass=_ScoreFieldEnumTypeWrapper):
     """A field of ScoreItem that a scorer may ask for. `id` is always sent."""
@@ -60,6 +62,8 @@ SCORE_FIELD_METADATA: ScoreField.ValueType  # 5
 """The scorer reads ScoreItem.metadata."""
 SCORE_FIELD_ENVIRONMENT_REWARD: ScoreField.ValueType  # 6
 """The scorer reads ScoreItem.environment_reward."""
+SCORE_FIELD_IMAGES: ScoreField.ValueType  # 7
+"""The scorer reads ScoreItem.images."""
 Global___ScoreField: _TypeAlias = ScoreField  # noqa: Y015
 
 @_typing.final
@@ -80,6 +84,7 @@ class ScoreItem(_message.Message):
     OTHER_GROUND_TRUTHS_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_REWARD_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Id to answer with; unique in the request alone, for another run may have other items under it. It changes no score. [item.id]"""
     response_text: _builtins.str
@@ -116,6 +121,12 @@ class ScoreItem(_message.Message):
     def environment_reward(self) -> Global___Reward:
         """What the environment gave the episode; absent: it is none, or its environment gives no rewards."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Files of the images that `messages` shows (PNG, JPEG, ...), in their order: each stands where a text says "<image>", but for
+        the places that Message.spelled names. Empty: it shows none. Of one prompt at most 8 MiB, and what the environment showed.
+        """
+
     def __init__(
         self,
         *,
@@ -131,10 +142,11 @@ class ScoreItem(_message.Message):
         other_ground_truths: _abc.Iterable[_builtins.str] | None = ...,
         group: _builtins.str = ...,
         environment_reward: Global___Reward | None = ...,
+        images: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["environment_reward", b"environment_reward", "metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment_reward", b"environment_reward", "finish_reason", b"finish_reason", "ground_truth", b"ground_truth", "group", b"group", "id", b"id", "messages", b"messages", "metadata", b"metadata", "num_response_tokens", b"num_response_tokens", "other_ground_truths", b"other_ground_truths", "prompt_token_ids", b"prompt_token_ids", "response_text", b"response_text", "response_token_ids", b"response_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment_reward", b"environment_reward", "finish_reason", b"finish_reason", "ground_truth", b"ground_truth", "group", b"group", "id", b"id", "images", b"images", "messages", b"messages", "metadata", b"metadata", "num_response_tokens", b"num_response_tokens", "other_ground_truths", b"other_ground_truths", "prompt_token_ids", b"prompt_token_ids", "response_text", b"response_text", "response_token_ids", b"response_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

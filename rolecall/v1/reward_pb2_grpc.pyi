@@ -19,8 +19,8 @@ class RewardServiceStub:
     name in brackets. Rules of the server as a whole:
 
       - A call that was cancelled, or whose deadline has passed, is abandoned and delays no later one. [calls.abandoned]
-      - Requests of up to 4 MiB, gRPC's own limit, are read, and of up to 16 MiB where DescribeResponse.whole_groups.
-        [calls.bytes]
+      - Requests of up to 4 MiB, gRPC's own limit, are read, and of up to 16 MiB where DescribeResponse.whole_groups, or
+        where it reads images. [calls.bytes]
       - Of 64 calls at once each is answered, or refused with RESOURCE_EXHAUSTED or UNAVAILABLE. [calls.load]
       - A server that wants a bearer token refuses calls without it with UNAUTHENTICATED. [calls.token]
       - Where it serves grpc.health.v1.Health, it is SERVING while it can score. [calls.health]
@@ -82,8 +82,8 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
     name in brackets. Rules of the server as a whole:
 
       - A call that was cancelled, or whose deadline has passed, is abandoned and delays no later one. [calls.abandoned]
-      - Requests of up to 4 MiB, gRPC's own limit, are read, and of up to 16 MiB where DescribeResponse.whole_groups.
-        [calls.bytes]
+      - Requests of up to 4 MiB, gRPC's own limit, are read, and of up to 16 MiB where DescribeResponse.whole_groups, or
+        where it reads images. [calls.bytes]
       - Of 64 calls at once each is answered, or refused with RESOURCE_EXHAUSTED or UNAVAILABLE. [calls.load]
       - A server that wants a bearer token refuses calls without it with UNAUTHENTICATED. [calls.token]
       - Where it serves grpc.health.v1.Health, it is SERVING while it can score. [calls.health]

@@ -22,7 +22,7 @@ from rolecall.algorithms.best_and_worst import best_and_worst_at_k, is_graded
 from rolecall.algorithms.pass_and_majority import majority_at_k, pass_at_k, subset_sizes
 from rolecall.data.dataset import load_prompts
 from rolecall.data.images.files import ImageFile
-from rolecall.errors import InvalidInputError, RoleCallError, UnavailableError
+from rolecall.errors import InvalidInputError, RoleCallError, ScorerError, UnavailableError
 from rolecall.scoring.client import RewardClient
 from rolecall.scoring.scores import Failure, Score, chunked, groups_of, score_item
 from rolecall.settings import EvaluationSet, RunSettings
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 SCORE_CHUNK = 256
 """Items per Score call, or a prompt's responses where they are more."""
+IMAGE_CHUNK = 64
+"""The same where the scorer reads images: so many responses' files are read at a time."""
 LEAST_S = 600.0
 """Seconds that any evaluation gets."""
 ROUNDS = 3
@@ -95,6 +97,7 @@ def load_sets(settings: RunSettings, renderer: PromptRenderer) -> list[HeldOutSe
 class _Response:
     prompt: trajectory_pb2.Prompt
     answer: rollout_pb2.GenerateResponse
+    images: Sequence[ImageFile]
 
     @property
     def num_tokens(self) -> int:
@@ -204,7 +207,7 @@ class Evaluation:
             while queue:
                 index, prompt = queue.pop()
                 request = self._request(held_out, step, index, policy_version)
-                if images := held_out.images.get(index):
+                if images := held_out.images.get(index, ()):
                     try:
                         request.prompt.images[:] = await asyncio.to_thread(_read, images)
                     except RoleCallError as error:
@@ -212,7 +215,8 @@ class Evaluation:
                         continue
                 try:
                     results[index] = [
-                        _Response(prompt, answer) async for answer in rollout.stub.Generate(request, timeout=timeout_s)
+                        _Response(prompt, answer, images)
+                        async for answer in rollout.stub.Generate(request, timeout=timeout_s)
                     ]
                 except UnavailableError as error:
                     logger.warning("%s breaks off in an evaluation: %s", rollout.consumer, error)
@@ -286,11 +290,12 @@ class Evaluation:
         given up when they failed TRIES times since others were scored.
         """
         items = [score_item(response.answer.meta, _token_ids(response)) for response in responses]
+        shown = {response.answer.meta.id: response for response in responses} if self._settings.shows_images else {}
         scored: dict[str, Score] = {}
         left = deque(_Unscored(chunk) for chunk in chunked(items, SCORE_CHUNK))
         while left:
             asked, num_before = left.popleft(), len(scored)
-            away = await self._score_chunk(asked.items, scored)
+            away = await self._score_chunk(asked.items, shown, scored)
             if not away:
                 continue
             num_scored = min(asked.num_scored, num_before)
@@ -307,9 +312,30 @@ class Evaluation:
         return scored
 
     async def _score_chunk(
+        self, items: Sequence[reward_pb2.ScoreItem], shown: Mapping[str, _Response], scored: dict[str, Score]
+    ) -> list[reward_pb2.ScoreItem]:
+        """Adds scores to `scored`; returns what is to be scored again. `shown`: responses by item, in a run that shows
+        images.
+        """
+        try:
+            reads_images = bool(shown) and reward_pb2.SCORE_FIELD_IMAGES in (await self._reward.describe()).reads
+        except ScorerError as error:
+            logger.warning("%d held-out responses are not scored: %s", len(items), error)
+            return []
+        except RoleCallError as error:
+            logger.debug("the scorer does not describe itself at present: %s", error)
+            return list(items)
+        if not reads_images:
+            return await self._sent(items, scored)
+        away = set[str]()
+        for part in chunked(items, IMAGE_CHUNK):
+            if whole := await asyncio.to_thread(_with_images, part, shown):
+                away |= {item.id for item in await self._sent(whole, scored)}
+        return [item for item in items if item.id in away]
+
+    async def _sent(
         self, items: Sequence[reward_pb2.ScoreItem], scored: dict[str, Score]
     ) -> list[reward_pb2.ScoreItem]:
-        """Adds scores to `scored`; returns what is to be scored again."""
         outcomes = await self._reward.score(items)
         scored |= {item.id: each for item, each in zip(items, outcomes, strict=True) if isinstance(each, Score)}
         away = {place for place, each in enumerate(outcomes) if isinstance(each, Failure) and each.retryable}
@@ -361,6 +387,26 @@ def _summarise_prompts(
                 metrics.mean(f"{prefix}/worst@{k}", worst)
     if len(shares) > 1:
         metrics.max(f"{prefix}/standard_error", stdev(shares) / math.sqrt(len(shares)))
+
+
+def _with_images(items: Sequence[reward_pb2.ScoreItem], shown: Mapping[str, _Response]) -> list[reward_pb2.ScoreItem]:
+    """Copies of `items` with the files that their prompts show. Those whose images are not here, or no more, are left
+    out with a warning.
+    """
+    whole = []
+    for item in items:
+        response, copy = shown[item.id], reward_pb2.ScoreItem()
+        if response.answer.meta.episode.num_images:
+            logger.warning("held-out response %s is not scored: its environment's images are not kept", item.id)
+            continue
+        copy.CopyFrom(item)
+        try:
+            copy.images[:] = _read(response.images)
+        except RoleCallError as error:
+            logger.warning("held-out response %s is not scored: %s", item.id, error)
+            continue
+        whole.append(copy)
+    return whole
 
 
 def _read(images: Sequence[ImageFile]) -> list[bytes]:

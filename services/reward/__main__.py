@@ -41,7 +41,7 @@ async def serve_reward(args: ServiceArgs) -> None:
         reward.bind,
         setting="reward.bind",
         max_age_s=REPLICA_AGE_S,
-        max_message_bytes=MAX_GROUP_BYTES if reward.may_compare else MAX_MESSAGE_BYTES,
+        max_message_bytes=MAX_GROUP_BYTES if reward.takes_large else MAX_MESSAGE_BYTES,
     )
     membership: Membership | None = None
 

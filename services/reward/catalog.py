@@ -18,6 +18,7 @@ from rolecall.sandbox import sandbox_of
 from rolecall.scoring.awaited import evaluate_many_awaited, evaluate_together
 from rolecall.scoring.scores import (
     ALL_FIELDS,
+    TEXT_FIELDS,
     Item,
     Score,
     ScoreFunction,
@@ -76,7 +77,7 @@ def describe(name: str, scorer: LocalScorer) -> reward_pb2.DescribeResponse:
         reward = component_spec("", scorer.min, scorer.max)
         return reward_pb2.DescribeResponse(
             name=name,
-            reads=_GIVEN if scorer.kind == "environment" else ALL_FIELDS,
+            reads=_GIVEN if scorer.kind == "environment" else ALL_FIELDS if scorer.images else TEXT_FIELDS,
             reward=reward,
             components=components,
             token_rewards=scorer.token_rewards,

@@ -44,12 +44,12 @@ class RewardSettings:
         }
 
     @property
-    def may_compare(self) -> bool:
-        """Whether a component takes whole groups; an external one says so itself, later."""
+    def takes_large(self) -> bool:
+        """Whether a component takes whole groups, or images; an external one says so itself, later."""
         return any(
-            (isinstance(scorer, FunctionScorer) and scorer.scope == "group")
+            (isinstance(scorer, FunctionScorer) and (scorer.scope == "group" or scorer.images))
             or (isinstance(scorer, ExternalScorer) and scorer.kind == "external")
-            or (isinstance(scorer, ExternalScorer) and scorer.kind == "judge" and scorer.asked.scope == "group")
+            or (isinstance(scorer, ExternalScorer) and scorer.rubric is not None and scorer.asked.takes_large)
             for scorer in (component.scorer for component in self.components.values())
         )
 

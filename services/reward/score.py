@@ -20,6 +20,7 @@ import numpy as np
 
 from rolecall.config_file import overrides_from
 from rolecall.data.dataset import RawPrompt, load_prompts, rows_of
+from rolecall.data.images.files import ImageFile
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError
@@ -34,10 +35,16 @@ from services.reward.dispatcher import Dispatcher
 
 CHUNK = 256
 """Items per call, or a prompt's responses where they are more."""
+IMAGE_CHUNK = 64
+"""The same where the scorer reads images."""
 MAX_CALLS = 4
 """Calls under way."""
 _FLAGS = ("--config", "--json", "--response-field")
+Images: TypeAlias = Mapping[str, Sequence[ImageFile]]
+"""Images of prompts by uid."""
 ScoreItems: TypeAlias = Callable[[Sequence[reward_pb2.ScoreItem]], Awaitable[list[Outcome]]]
+
+Describe: TypeAlias = Callable[[], Awaitable[reward_pb2.DescribeResponse]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +70,7 @@ def _score(arguments: argparse.Namespace, rest: list[str]) -> int:
     settings = load_settings(arguments.config, overrides_from(rest, _FLAGS))
     items = items_of(settings, arguments.file, arguments.response_field)
     started = time.monotonic()
-    outcomes = asyncio.run(scored(settings, items))
+    outcomes = asyncio.run(scored(settings, items, lambda: _images(settings, arguments.file)))
     seconds = time.monotonic() - started
     table = table_of(outcomes, settings.reward.solved_at)
     if arguments.json:
@@ -75,8 +82,9 @@ def _score(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def items_of(settings: RunSettings, file: Path, field: str) -> list[reward_pb2.ScoreItem]:
-    """One item for each response in `file`, with every field that a run would send; a response counts as stopped, and
-    no image is looked at: in its prompt_token_ids each is one token. ConfigError names a row without a response.
+    """One item for each response in `file`, with every field that a run would send but images; a response counts as
+    stopped, and no image is looked at: in its prompt_token_ids each is one token. ConfigError names a row without a
+    response.
     """
     if not file.is_file():
         raise ConfigError(f"FILE: {file} is no file; name one of rows with responses, .jsonl or .parquet")
@@ -102,7 +110,9 @@ def _items(prompt: RawPrompt, given: object, field: str, encoder: PromptEncoder)
         ids = [*(tokenizer.encode(response) if response else []), *eos]
         item = reward_pb2.ScoreItem(
             id=f"{prompt.uid}/{number}",
-            messages=[trajectory_pb2.Message(**message) for message in prompt.said],
+            messages=[
+                trajectory_pb2.Message(role=message["role"], content=message["content"]) for message in prompt.said
+            ],
             response_text=response,
             prompt_token_ids=prompt_ids,
             response_token_ids=np.asarray(ids, "<i4").tobytes(),
@@ -117,27 +127,45 @@ def _items(prompt: RawPrompt, given: object, field: str, encoder: PromptEncoder)
     return items
 
 
-async def scored(settings: RunSettings, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
-    """One outcome per item, in order."""
-    chunks = chunked(items, CHUNK)
+def _images(settings: RunSettings, file: Path) -> Images:
+    """The images of each prompt in `file`."""
+    return {prompt.uid: prompt.images for prompt in load_prompts(file, settings.data, settings.reward)}
+
+
+async def scored(
+    settings: RunSettings, items: Sequence[reward_pb2.ScoreItem], images: Callable[[], Images] = dict
+) -> list[Outcome]:
+    """One outcome per item, in order. `images` is asked for those of prompts where the scorer reads images."""
     room = asyncio.Semaphore(MAX_CALLS)
-    async with _scorer(settings) as score:
+    async with _scorer(settings) as (score, describe):
+        may_show = settings.data.images_field is not None
+        reads_images = may_show and reward_pb2.SCORE_FIELD_IMAGES in (await describe()).reads
+        shown = images() if reads_images else {}
+        chunks = chunked(items, IMAGE_CHUNK if reads_images else CHUNK)
 
         async def one(chunk: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
             async with room:  # bounded: by the calls that hold it
-                return await score(chunk)
+                return await score([_showing(item, shown) for item in chunk] if reads_images else chunk)
 
         # bounded: a scorer has its components' deadlines
         return [outcome for chunk in await asyncio.gather(*map(one, chunks)) for outcome in chunk]
 
 
+def _showing(item: reward_pb2.ScoreItem, shown: Images) -> reward_pb2.ScoreItem:
+    """A copy of `item` with the files of its images."""
+    copy = reward_pb2.ScoreItem()
+    copy.CopyFrom(item)
+    copy.images.extend(image.read() for image in shown[item.group])
+    return copy
+
+
 @asynccontextmanager
-async def _scorer(settings: RunSettings) -> AsyncIterator[ScoreItems]:
+async def _scorer(settings: RunSettings) -> AsyncIterator[tuple[ScoreItems, Describe]]:
     """The run's reward service at its address, or its components in this process."""
     if settings.reward.address is not None:
         client, channel = open_client(settings.reward, settings.reward.address, settings.rpc)
         async with channel:
-            yield client.score
+            yield client.score, client.describe
         return
     dispatcher = Dispatcher(reward_settings(settings), settings.rpc)
 
@@ -147,7 +175,7 @@ async def _scorer(settings: RunSettings) -> AsyncIterator[ScoreItems]:
 
     try:
         await dispatcher.start()
-        yield score
+        yield score, dispatcher.describe
     finally:
         await dispatcher.close()
 

@@ -264,7 +264,9 @@ class Episodes:
             open_sessions.add(session)
             began_at = time.monotonic()
             try:
-                opening = await session.reset(_task(place.prompt), place.request.seed)
+                opening = await session.reset(
+                    _task(place.prompt), place.request.seed, shows_images=self._settings.max_image_bytes > 0
+                )
                 runs, files = self._environment.spec.runs_episodes, self._files(opening.messages)
                 first = None if runs else await self._first(place, opening, files)
                 return _Begun(session, first, began_at, ends_at, attempt)

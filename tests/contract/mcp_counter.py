@@ -3,6 +3,7 @@
 import os
 
 from mcp.server import MCPServer
+from mcp.types import CallToolResult, ImageContent, TextContent
 
 server = MCPServer("counter")
 counts = {"value": 0}
@@ -19,6 +20,14 @@ def add(amount: int) -> str:
 def refuse() -> str:
     """Refuses."""
     raise ValueError("not today")
+
+
+@server.tool()
+def look(data: str, fails: bool = False) -> CallToolResult:
+    """Shows an image between two texts."""
+    image = ImageContent(data=data, mime_type="image/jpeg")
+    content = [TextContent(text="before"), image, TextContent(text="after")]
+    return CallToolResult(content=content, is_error=fails)
 
 
 @server.tool()

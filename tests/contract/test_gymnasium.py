@@ -3,13 +3,15 @@
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 
 from rolecall.commands.conformance import examine_environment
 from rolecall.conformance.environment.rows import read_file
 from rolecall.conformance.peer import Peer
-from rolecall.environment import Action, Answer, Task
-from rolecall.environment.gymnasium import UNREADABLE, Gymnasium
+from rolecall.data.images.files import open_image
+from rolecall.environment import Action, Answer, ImageMessage, Task
+from rolecall.environment.gymnasium import UNREADABLE, Gymnasium, image_of
 from tests.contract.environment_peers import environment
 from tests.contract.kits import ROOT, UNLISTED, broken, skipped
 
@@ -49,6 +51,32 @@ def test_a_slippery_lake_is_crossed_as_by_gymnasium_itself(seed: int) -> None:
         is_over = terminated or truncated
     assert is_over
     env.close()
+
+
+class Pixels(gymnasium.Env[Any, int]):
+    """An environment that is looked at, one column of a 4 x 6 image brighter after each step."""
+
+    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+        self.seen = np.zeros((4, 6, 3), np.uint8)
+        return self.seen, {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.seen[:, action] = (255, 0, 9)
+        return self.seen, 0.0, False, False, {}
+
+
+def test_pixels_are_shown_as_an_image() -> None:
+    env = Gymnasium(Pixels(), lambda pixels: ImageMessage("user", ("You see:", image_of(pixels))), int)
+    env.reset(TASK, 0)
+    (message,) = [taken(env, "2").messages]
+    assert isinstance(message, ImageMessage)
+    said, image = message.parts
+    assert said == "You see:"
+    assert not isinstance(image, str)
+    shown = np.asarray(open_image(image.data))
+    assert shown.shape == (4, 6, 3)
+    assert shown[:, 2].tolist() == [[255, 0, 9]] * 4
+    assert not shown[:, 3:].any()
 
 
 def test_a_hand_of_blackjack_is_played_to_its_reward() -> None:

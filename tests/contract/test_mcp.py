@@ -1,5 +1,6 @@
 """Tools of real MCP servers, as their own package serves them."""
 
+import base64
 import sys
 import threading
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.environment import Action, Message, Task, ToolCall
+from rolecall.environment import Action, Image, ImageMessage, Message, Task, ToolCall
 from rolecall.environment.tools import ToolEpisode
 from rolecall.environment.tools.mcp import McpEpisode, McpServer
 from rolecall.errors import EpisodeLostError
@@ -22,7 +23,7 @@ def episode() -> Iterator[McpEpisode]:
     made.close()
 
 
-def called(episode: ToolEpisode, name: str, **arguments: object) -> list[Message]:
+def called(episode: ToolEpisode, name: str, **arguments: object) -> list[Message | ImageMessage]:
     messages = episode.step(Action("", tool_calls=(ToolCall(name, arguments),))).messages
     assert isinstance(messages, list)
     return messages
@@ -30,7 +31,7 @@ def called(episode: ToolEpisode, name: str, **arguments: object) -> list[Message
 
 def test_an_episode_has_a_server_of_its_own(episode: McpEpisode) -> None:
     opening = episode.reset(Task("t", ground_truth="5"), 0)
-    assert [tool.name for tool in opening.tools] == ["add", "refuse", "die"]
+    assert [tool.name for tool in opening.tools] == ["add", "refuse", "look", "die"]
     assert opening.tools[0].input_schema["required"] == ["amount"]
     assert called(episode, "add", amount=2) == [Message("tool", "2")]
     assert called(episode, "add", amount=3) == [Message("tool", "5")]
@@ -39,6 +40,7 @@ def test_an_episode_has_a_server_of_its_own(episode: McpEpisode) -> None:
     assert called(other, "add", amount=1) == [Message("tool", "1")]
     other.close()
     (refused,) = called(episode, "refuse")
+    assert isinstance(refused, Message)
     assert "error: " in refused.content
     assert episode.step(Action("5")).reward == 1.0
 
@@ -74,3 +76,31 @@ def test_a_server_that_only_reads_may_be_shared_and_leaves_nothing_behind() -> N
     server.close()
     server.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "mcp"]
+
+
+SEEN = base64.b64encode(b"seen").decode()
+
+
+def test_images_are_shown_where_the_run_shows_some(episode: McpEpisode) -> None:
+    episode.shows_images = True
+    episode.reset(Task("t"), 0)
+    seen: list[str | Image] = ["before", "\n", Image(b"seen", "image/jpeg"), "\n", "after"]
+    assert called(episode, "look", data=SEEN) == [ImageMessage("tool", seen)]
+    assert called(episode, "look", data=SEEN, fails=True) == [ImageMessage("tool", ["error: ", *seen])]
+    assert called(episode, "add", amount=2) == [Message("tool", "2")]
+    with pytest.raises(EpisodeLostError, match="did not answer a call of look: Error"):
+        called(episode, "look", data="no base64")
+
+
+def test_images_are_named_where_the_run_shows_none(episode: McpEpisode) -> None:
+    episode.reset(Task("t"), 0)
+    assert called(episode, "look", data=SEEN) == [Message("tool", "before\n[image]\nafter")]
+
+
+def test_a_shared_server_shows_images_where_it_is_told_to() -> None:
+    server = McpServer(COMMAND, shows_images=True)
+    episode = ToolEpisode(server.tools, lambda task, answer: 0.0)
+    episode.reset(Task("t"), 0)
+    (seen,) = called(episode, "look", data=SEEN)
+    assert isinstance(seen, ImageMessage)
+    server.close()

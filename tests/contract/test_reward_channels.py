@@ -85,9 +85,9 @@ async def test_a_slow_scorer_is_called_as_often_at_a_time_as_it_may_be(
     assert liar.most_at_once == num_calls
 
 
-def judge(scope: str, template: str) -> dict[str, Any]:
+def judge(scope: str, template: str, **more: Any) -> dict[str, Any]:
     verdicts = {"good": 1, "bad": 0} if scope == "item" else {}
-    rubric = {"model": "m", "scope": scope, "template": template, "verdicts": verdicts}
+    rubric = {"model": "m", "scope": scope, "template": template, "verdicts": verdicts, **more}
     return {"kind": "judge", "address": "http://h:1/v1", "rubric": rubric}
 
 
@@ -119,7 +119,7 @@ async def test_a_group_that_is_scored_whole_is_sent_beyond_the_size_of_other_mes
 
 
 @pytest.mark.parametrize(
-    ("scorer", "may_compare"),
+    ("scorer", "takes_large"),
     [
         ({"kind": "exact_match"}, False),
         ({"kind": "function", "target": "m:f", "scope": "batch"}, False),
@@ -128,14 +128,14 @@ async def test_a_group_that_is_scored_whole_is_sent_beyond_the_size_of_other_mes
         ({"kind": "trl", "address": "http://h:1"}, False),
         (judge("item", "{{ response }}"), False),
         (judge("group", "{{ first }} {{ second }}"), True),
+        ({"kind": "function", "target": "m:f", "images": True}, True),
+        (judge("item", "{{ prompt }} {{ response }}", images=True), True),
     ],
 )
-def test_our_service_takes_large_groups_where_a_component_may_compare(
-    scorer: dict[str, Any], may_compare: bool
-) -> None:
+def test_our_service_takes_large_requests_where_a_component_may(scorer: dict[str, Any], takes_large: bool) -> None:
     parts = {"exact": COMPONENT.validate_python({"scorer": {"kind": "exact_match"}})}
     parts["it"] = COMPONENT.validate_python({"scorer": scorer})
-    assert RewardSettings("127.0.0.1:0", parts, 1, Path(), 1.0).may_compare == may_compare
+    assert RewardSettings("127.0.0.1:0", parts, 1, Path(), 1.0).takes_large == takes_large
 
 
 @asynccontextmanager

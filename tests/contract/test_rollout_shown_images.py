@@ -251,6 +251,24 @@ async def test_an_image_that_nobody_would_be_shown_is_lost_as_well_in_a_run_of_t
     assert "answered an image, and this run shows none of it" in caplog.text
 
 
+class Careful(Env):
+    """One turn. It says whether it was told that images are shown."""
+
+    def reset(self, task: Task, seed: int) -> Messages:
+        return str(self.shows_images)
+
+    def step(self, action: Action) -> str | Answer:
+        return Answer(reward=0.5, is_over=True)
+
+
+@pytest.mark.parametrize(("told", "settings"), [("True", {}), ("False", {"visual_tokens": None, "max_image_bytes": 0})])
+async def test_an_environment_is_told_whether_images_are_shown(
+    store: StoreUnderTest, tmp_path: Path, told: str, settings: Any
+) -> None:
+    _, _, metas, _ = await play(store, tmp_path, Careful, (), **settings)
+    assert {meta.episode.messages[0].content for meta in metas} == {told}
+
+
 class Torn(Gallery):
     """What it shows after the second turn is no image."""
 

@@ -18,7 +18,7 @@ from rolecall.reward import Scorer, description, one_by_one
 from rolecall.settings import load_settings
 from services.reward.score import items_of, main
 from tests.contract.reward_peers import serving
-from tests.pictures import PAD, write_seeing
+from tests.pictures import PAD, picture, write_seeing
 from tests.twins.launched import write_light_config
 
 PARTS = {
@@ -119,6 +119,24 @@ def test_responses_to_images_are_scored_wherever_the_images_are(
     (item,) = items_of(load_settings(run_file), rows, "response")
     assert run_lengths(np.frombuffer(item.prompt_token_ids, "<i4").tolist(), PAD) == [1]
     assert (item.messages[0].content, dict(item.metadata)) == ("<image>what?", {})
+
+
+def test_a_scorer_that_reads_images_is_given_those_of_the_file(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = yaml.safe_load(run_file.read_text())
+    write_seeing(run_file.parent / "seeing")
+    tree["model"]["path"], tree["data"]["images_field"] = "seeing", "images"
+    (run_file.parent / "sees.py").write_text("def size(item):\n    return float(sum(map(len, item.images)))\n")
+    mine = {"scorer": {"kind": "function", "target": "sees:size", "images": True}}
+    tree["reward"]["components"] = {"mine": mine}
+    run_file.write_text(yaml.safe_dump(tree))
+    (run_file.parent / "a.png").write_bytes(picture(8, 8))
+    row = {"prompt": "<image>what?", "response": ["5", "6"], "images": ["a.png"]}
+    rows = write_rows(run_file.parent, row, {"prompt": "what?", "response": "5"})
+    assert main([str(rows), "--config", str(run_file), "--json"]) == 0
+    size = float(len(picture(8, 8)))
+    assert [score["reward"] for score in json.loads(capsys.readouterr().out)["scores"]] == [size, size, 0.0]
 
 
 def test_the_truths_of_a_data_set_may_be_scored_as_its_responses(

@@ -8,6 +8,8 @@ import random
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,18 @@ import yaml
 from examples.colored_squares.prepare import FAMILIES
 from rolecall.data.model_files import read_model
 from tests.pictures import picture
+from tests.ports import free_port
 from tests.tiny_models import VisionFamily, write_vision
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "colored_squares"
 MAX_GAP = 1e-3
 """Nats, in float32: a token's logprob by vLLM and by the trainer, which see the same pixels, differ by 1e-5. Another
 image, or none, is tenths and more.
+"""
+
+COUNTS = """
+def seen(item):
+    return float(sum(isinstance(part, bytes) for _, parts in item.conversation for part in parts))
 """
 
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(900)]
@@ -98,3 +106,63 @@ def test_sampler_actor_critic_and_reference_see_the_same(tmp_path: Path, family:
     assert max(metrics(tmp_path / "run", "actor/mismatch_max")) < MAX_GAP
     # and the reference is the policy that the first step sampled from
     assert abs(metrics(tmp_path / "run", "reward/kl")[0]) < MAX_GAP
+
+
+def test_a_run_whose_environment_shows_images_stops_and_goes_on(tmp_path: Path) -> None:
+    """Actor of two ranks, critic and reference; half of the prompts show an image before the environment's. A scorer of
+    no weight counts what it sees.
+    """
+    (tmp_path / "sees.py").write_text(COUNTS)
+    write_vision(tmp_path / "model", "qwen3_vl")
+    with (tmp_path / "train.jsonl").open("w") as file:
+        for number in range(32):
+            names = [f"{number}.png"] * (number % 2)
+            for name in names:
+                (tmp_path / name).write_bytes(picture(24, 16, number))
+            file.write(json.dumps({"prompt": "<image>" * len(names) + "What?", "images": names}) + "\n")
+    address = f"127.0.0.1:{free_port()}"
+    tree: dict[str, Any] = {
+        "recipe": "ppo",
+        "run": {"name": "gallery", "dir": "run", "num_steps": 40},
+        "model": {"path": "model", "dtype": "float32"},
+        "data": {"train": "train.jsonl", "images_field": "images", "max_prompt_tokens": 120},
+        "environment": {"address": address, "max_image_bytes": 20_000},
+        "sampling": {"num_responses": 4, "max_tokens": 240, "stop_token_ids": list(range(180, 288))},
+        "algorithm": {"groups_per_batch": 4, "num_minibatches": 2},
+        "actor": {"num_ranks": 2, "optimizer": {"learning_rate": 1e-3}},
+        "critic": {"learning_rate": 1e-3},
+        "reward": {
+            "components": {
+                "even": {"scorer": {"kind": "environment", "min": 0, "max": 1}},
+                "seen": {"scorer": {"kind": "function", "target": "sees:seen", "images": True}, "weight": 0},
+            }
+        },
+        "rollout": {"kv_cache_bytes": 2**27},
+        "store": {"max_bytes": 2**28},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    folder, gallery = tmp_path / "run", subprocess.Popen([sys.executable, "-m", "tests.e2e.gallery", address])
+    try:
+        with ThreadPoolExecutor(1) as trains:
+            said = trains.submit(run, "-m", "rolecall", "train", str(tmp_path / "run.yaml"))
+            while not (folder / "metrics.jsonl").is_file() or not metrics(folder, "actor/mismatch_max"):
+                assert not said.done(), said.result()
+                time.sleep(0.5)
+            run("-m", "rolecall", "stop", str(folder), "--checkpoint")
+            said.result(600)
+        num_steps = len(metrics(folder, "actor/mismatch_max"))
+        run("-m", "rolecall", "train", str(tmp_path / "run.yaml"), "--resume", f"--run.num_steps={num_steps + 2}")
+    finally:
+        gallery.terminate()
+        gallery.wait(30)
+    run("-m", "rolecall", "ledger", str(folder))
+    gaps = metrics(folder, "actor/mismatch_max")
+    assert len(gaps) == num_steps + 2
+    assert max(gaps) < 1e-4
+    assert abs(metrics(folder, "reward/kl")[0]) < 1e-4
+    assert all(norm > 0 for norm in metrics(folder, "actor/grad_norm"))
+    shown = metrics(folder, "episode/images")
+    assert min(shown) > 2.5  # a random policy samples a placeholder now and then, behind which no more are shown
+    beside_prompts = [seen - images for seen, images in zip(metrics(folder, "reward/seen"), shown, strict=True)]
+    assert all(0 <= share <= 1 for share in beside_prompts)
+    assert max(beside_prompts) > 0

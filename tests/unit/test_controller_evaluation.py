@@ -6,13 +6,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from rolecall.data.images.files import ImageFile
-from rolecall.errors import GenerationError, RoleCallError, UnavailableError
+from rolecall.errors import GenerationError, RoleCallError, ScorerError, UnavailableError
 from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.v1 import reward_pb2, rollout_pb2, trajectory_pb2
@@ -43,6 +43,8 @@ class Replica:
     seeds: set[int] = field(default_factory=set)
     shown: dict[str, list[bytes]] = field(default_factory=dict)
     """The images of each prompt that was asked, by its uid."""
+    num_shown: int = 0
+    """Images that an environment showed in each response."""
     last_seen: float = math.inf
 
     @property
@@ -65,7 +67,10 @@ class Replica:
                 prompt=request.prompt,
                 response_text="1",
                 finish_reason=trajectory_pb2.FINISH_REASON_STOP,
+                episode=trajectory_pb2.Episode(num_images=self.num_shown) if self.num_shown else None,
             )
+            if self.num_shown:
+                meta.episode.turns.add(start=2, end=5)
             yield rollout_pb2.GenerateResponse(meta=meta, response_token_ids=np.ones(3, "<i4").tobytes())
 
 
@@ -129,6 +134,44 @@ async def test_images_are_read_when_their_prompt_is_asked_and_one_that_is_gone_c
     values = await evaluated(make_settings, replica, images=images)
     assert replica.shown == {str(i): [b"picture"] if i == 0 else [] for i in range(NUM_PROMPTS) if i != 1}
     assert values["eval/held/missing"] == NUM_RESPONSES
+
+
+async def test_images_reach_a_scorer_that_reads_them_and_no_other(
+    make_settings: Callable[..., RunSettings], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Seeing(Scorer):
+        reads: ClassVar[list[Any]] = [reward_pb2.SCORE_FIELD_IMAGES]
+
+        def __init__(self) -> None:
+            self.seen: dict[str, list[bytes]] = {}
+
+        async def describe(self) -> reward_pb2.DescribeResponse:
+            return reward_pb2.DescribeResponse(reads=self.reads)
+
+        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
+            self.seen |= {item.id.split("/")[3]: list(item.images) for item in items}
+            return await super().score(items)
+
+    class Blind(Seeing):
+        reads: ClassVar[list[Any]] = []
+
+    (tmp_path / "a.png").write_bytes(b"picture")
+    images = {0: (ImageFile(7, tmp_path / "a.png"),)}
+    settings = make_settings(data={"train": "train.jsonl", "images_field": "images"})
+    for scorer, seen in ((Seeing(), [b"picture"]), (Blind(), [])):
+        values = await evaluated(make_settings, Replica("r.0"), scorer=scorer, images=images, settings=settings)
+        assert scorer.seen == {"0": seen, "1": [], "2": []}
+        assert values["eval/held/missing"] == 0
+
+    class Changed(Seeing):
+        async def describe(self) -> reward_pb2.DescribeResponse:
+            raise ScorerError("it changed")
+
+    changed = await evaluated(make_settings, Replica("r.0"), scorer=Changed(), images=images, settings=settings)
+    assert changed["eval/held/missing"] == 6
+    replica = Replica("r.0", num_shown=1)
+    assert (await evaluated(make_settings, replica, scorer=Seeing(), settings=settings))["eval/held/missing"] == 6
+    assert "is not scored: its environment's images are not kept" in caplog.text
 
 
 async def test_what_tokens_earn_is_reported_and_is_no_success(make_settings: Callable[..., RunSettings]) -> None:

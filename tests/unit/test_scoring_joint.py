@@ -297,3 +297,15 @@ def test_a_joint_call_is_found_from_the_trace_of_every_group_in_it() -> None:
         "group 3": [None, "score together"],
         "score together": ["group 1", "group 1", "group 2", "group 3"],
     }
+
+
+async def test_groups_with_images_go_together_as_far_as_one_request_holds_them() -> None:
+    scorer = ScriptedScorer(1e-6)
+    joint = scorer.joint()
+    await scored(joint, [0])
+    scorer.calls.clear()
+    heavy = [group(number) for number in range(1, 8)]
+    for items in heavy:
+        items[0].images.append(bytes(2**20))
+    await asyncio.gather(*(joint.score(items) for items in heavy))
+    assert [len(call) for call in scorer.calls] == [1, 2, 2, 2]

@@ -5,7 +5,7 @@ import grpc
 from rolecall.conformance.check import Verdict, failed, passed, said, skipped, unless
 from rolecall.conformance.reward.answers import blame
 from rolecall.conformance.reward.contract import ANSWERS, CONTRACT
-from rolecall.conformance.reward.pool import with_response
+from rolecall.conformance.reward.pool import PICTURE, with_response
 from rolecall.conformance.reward.session import RewardSession
 from rolecall.rpc.options import MAX_MESSAGE_BYTES
 from rolecall.scoring.exchange import only
@@ -73,13 +73,17 @@ async def above_max_items(session: RewardSession) -> Verdict:
 @CONTRACT.rule(
     "calls.bytes",
     "RewardService",
-    "Requests of up to 4 MiB, gRPC's own limit, are read, and of up to 16 MiB where DescribeResponse.whole_groups.",
+    "Requests of up to 4 MiB, gRPC's own limit, are read, and of up to 16 MiB where DescribeResponse.whole_groups, or "
+    "where it reads images.",
     ANSWERS,
 )
 async def large_request(session: RewardSession) -> Verdict:
     """Sends a few items with responses of 256 KiB, as large a request as they make; to a service that takes whole
-    groups a group as large as a request may be. One that is not done in time was read all the same.
+    groups a group as large as a request may be, and to one that reads images an image. One that is not done in time was
+    read all the same.
     """
+    if reward_pb2.SCORE_FIELD_IMAGES in session.spec.reads:
+        return await _read(session, [_large_image(session)])
     if reward_pb2.SCORE_FIELD_RESPONSE_TEXT not in session.spec.reads:
         return skipped("it does not read response_text, so its requests are small")
     num = min(session.spec.max_items or NUM_LARGE_ITEMS, NUM_LARGE_ITEMS)
@@ -89,6 +93,18 @@ async def large_request(session: RewardSession) -> Verdict:
     items = [only(with_response(item, item.id, text, 1), session.spec) for item in session.pool.copies(num, "large")]
     for item in items:
         item.group = "large" if whole else item.group
+    return await _read(session, items)
+
+
+def _large_image(session: RewardSession) -> reward_pb2.ScoreItem:
+    """An item with as large an image as a message holds: what stands behind the end of a PNG is not looked at."""
+    (item,) = session.pool.copies(1, "large")
+    item = only(item, session.spec)
+    item.images[:] = [PICTURE + bytes(MAX_MESSAGE_BYTES - SPARE_BYTES)]
+    return item
+
+
+async def _read(session: RewardSession, items: list[reward_pb2.ScoreItem]) -> Verdict:
     num_bytes = reward_pb2.ScoreRequest(items=items).ByteSize()
     try:
         await session.score(items)

@@ -2,6 +2,7 @@
 them.
 """
 
+import base64
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,11 @@ _RESPONSES = (
     "12469",
 )
 _TRUTHS = ("42", "41", "12469")
+PICTURE = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAADgAAAA4AQMAAACSSKldAAAABlBMVEX////IAADKfhSGAAAAGUlEQVR42mNgoDdg/v///wEGJihvuNH0BgAM0QP3"
+    "xfmHygAAAABJRU5ErkJggg=="
+)
+"""A red square on white, 56 x 56 pixels, which every other item shows."""
 _FINISH_REASONS = {
     "stop": trajectory_pb2.FINISH_REASON_STOP,
     "length": trajectory_pb2.FINISH_REASON_LENGTH,
@@ -53,6 +59,8 @@ class FileItem(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     response_text: str
     messages: tuple[Turn, ...] = ()
+    images: tuple[str, ...] = ()
+    """Paths from the file's folder, of the images that the messages show: each where a text says "<image>"."""
     ground_truth: str = ""
     metadata: dict[str, Any] | None = None
     prompt_token_ids: tuple[int, ...] = ()
@@ -84,7 +92,8 @@ def own_pool() -> Pool:
     """The kit's own items: short answers in the forms that scorers look for, right and wrong ones."""
     items = []
     for i in range(NUM_OWN):
-        turn = Turn(role="user", content="What is half of 84?")
+        shows = i % 2 > 0
+        turn = Turn(role="user", content="<image>What is half of 84?" if shows else "What is half of 84?")
         file_item = FileItem(
             response_text=_RESPONSES[i % len(_RESPONSES)],
             messages=(turn,),
@@ -93,7 +102,7 @@ def own_pool() -> Pool:
             prompt_token_ids=(1, 2, 3),
             finish_reason="length" if i == 0 else "stop",
         )
-        items.append(_score_item(f"item/{i}", file_item))
+        items.append(_score_item(f"item/{i}", file_item, [PICTURE] if shows else []))
     return Pool(items, {}, {})
 
 
@@ -113,7 +122,11 @@ def read_pool(path: Path) -> Pool:
             raise ConfigError(f"--items: {path}, line {number}: {wrong_fields(error)}") from error
         except ValueError as error:
             raise ConfigError(f"--items: {path}, line {number}: not JSON: {error}") from error
-        item = _score_item(f"line/{number}", file_item)
+        try:
+            images = [(path.parent / name).read_bytes() for name in file_item.images]
+        except OSError as error:
+            raise ConfigError(f"--items: {path}, line {number}: cannot read an image: {error}") from error
+        item = _score_item(f"line/{number}", file_item, images)
         items.append(item)
         lines[item.id] = number
         if file_item.expect_reward is not None or file_item.expect_error is not None:
@@ -127,7 +140,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
     return ((number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
 
 
-def _score_item(item_id: str, source: FileItem) -> reward_pb2.ScoreItem:
+def _score_item(item_id: str, source: FileItem, images: Sequence[bytes]) -> reward_pb2.ScoreItem:
     ids = source.response_token_ids
     if ids is None:
         ids = tuple(range(10, 11 + len(source.response_text.split())))
@@ -140,6 +153,7 @@ def _score_item(item_id: str, source: FileItem) -> reward_pb2.ScoreItem:
         ground_truth=source.ground_truth,
         finish_reason=_FINISH_REASONS[source.finish_reason],
         num_response_tokens=len(ids),
+        images=images,
     )
     if source.metadata is not None:
         json_format.ParseDict(source.metadata, item.metadata)

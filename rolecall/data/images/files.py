@@ -5,6 +5,7 @@ becomes of these is the image processor's of the model directory.
 """
 
 import io
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,17 @@ def parts(content: str) -> str | list[dict[str, str]]:
 def text_of(content: str | Sequence[Mapping[str, str]]) -> str:
     """The text that `parts` was given."""
     return content if isinstance(content, str) else "".join(part.get("text", IMAGE_MARK) for part in content)
+
+
+def spelled_in(content: str | Sequence[Mapping[str, str]]) -> list[int]:
+    """The marks in the text of `content`, counted from 0, that stand for no image."""
+    begins, at = set[int](), 0
+    for part in () if isinstance(content, str) else content:
+        if "text" not in part:
+            begins.add(at)
+        at += len(part.get("text", IMAGE_MARK))
+    marks = re.finditer(IMAGE_MARK, text_of(content))
+    return [place for place, mark in enumerate(marks) if mark.start() not in begins]
 
 
 @dataclass(frozen=True)
@@ -134,6 +146,14 @@ def open_image(data: bytes) -> "Image":
             shown = image.convert("RGB")
     shown.info.clear()  # its orientation, for one, which it no longer has
     return shown
+
+
+def media_type(data: bytes) -> str:
+    """The type of a file, as "image/png", by its head alone. InvalidInputError as `open_image`."""
+    from PIL import Image  # for those alone who open one
+
+    with _in_words():
+        return Image.MIME[_by_head(data).format or ""]
 
 
 def image_size(data: bytes) -> tuple[int, int]:

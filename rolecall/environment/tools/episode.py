@@ -8,6 +8,7 @@ knows what the policy would have read.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from rolecall.environment.cut import cut_out
 from rolecall.environment.env import Action, Answer, Env, Image, ImageMessage, Opening, Task, Tool, ToolCall
 from rolecall.errors import InvalidInputError
 from rolecall.scoring.scores import Message, Score
@@ -75,26 +76,23 @@ def _message(name: str, result: Result) -> Message | ImageMessage:
             f"the tool {name!r} answered {type(result).__name__} {result!r:.100}; answer text, or a list of texts and "
             "Images"
         )
-    return ImageMessage(ROLE, _cut(result)) if result else Message(ROLE, "")
+    if not result:
+        return Message(ROLE, "")
+    texts = _cut([part if isinstance(part, str) else "" for part in result])
+    return ImageMessage(
+        ROLE, [text if isinstance(part, str) else part for part, text in zip(result, texts, strict=True)]
+    )
 
 
 def shortened(text: str) -> str:
     """The text, or its two ends where it is longer than MAX_CHARS."""
-    return "".join(part for part in _cut([text]) if isinstance(part, str))
+    return "".join(_cut([text]))
 
 
-def _cut(parts: Sequence[str | Image]) -> list[str | Image]:
-    """The parts, their texts cut as one."""
-    num_chars = sum(len(part) for part in parts if isinstance(part, str))
+def _cut(texts: Sequence[str]) -> Sequence[str]:
+    """The texts, cut as one."""
+    num_chars = sum(map(len, texts))
     if num_chars <= MAX_CHARS:
-        return list(parts)
+        return texts
     begin, end = MAX_CHARS // 2, num_chars - MAX_CHARS // 2
-    cut, at = list[str | Image](), 0
-    for part in parts:
-        if isinstance(part, str):
-            marker = f"\n[{end - begin} characters left out]\n" if at <= begin < at + len(part) else ""
-            cut.append(part[: max(0, begin - at)] + marker + part[max(0, end - at) :])
-            at += len(part)
-        else:
-            cut.append(part)
-    return cut
+    return cut_out(texts, begin, end, f"\n[{end - begin} characters left out]\n")

@@ -2,10 +2,12 @@
 
 The package `mcp` is needed by those who use this alone: `rolecall[mcp]`. A server is started for each episode, for what
 one episode does to it another must not see; one that only reads may be shared: hand its `tools` to ToolEpisode. A call
-is made once and never repeated. Bounds: START_S for a server to say its tools, CALL_S for a call, CLOSE_S for its end.
+is made once and never repeated. Where the run shows no images, an image is read as `[image]`; what else is no text is
+named so in any. Bounds: START_S for a server to say its tools, CALL_S for a call, CLOSE_S for its end.
 """
 
 import asyncio
+import base64
 import concurrent.futures
 import contextlib
 import logging
@@ -15,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcp import ClientSession, StdioServerParameters, stdio_client
-from mcp.types import PaginatedRequestParams, TextContent
+from mcp.types import ContentBlock, ImageContent, PaginatedRequestParams, TextContent
 
-from rolecall.environment.env import Opening, Task, Tool
-from rolecall.environment.tools.episode import ToolEpisode
+from rolecall.environment.env import Image, Opening, Task, Tool
+from rolecall.environment.tools.episode import Result, ToolEpisode
 from rolecall.errors import EpisodeLostError
 from rolecall.scoring.scores import Score
 
@@ -35,8 +37,11 @@ CLOSE_S = 5.0
 class McpServer:
     """A running server. `close` ends it; so does the end of this process, which closes its streams."""
 
-    def __init__(self, command: Sequence[str], start_s: float = START_S) -> None:
-        """Starts `command` and asks for its tools. EpisodeLostError when it does not say them within `start_s`."""
+    def __init__(self, command: Sequence[str], start_s: float = START_S, *, shows_images: bool = False) -> None:
+        """Starts `command` and asks for its tools. `shows_images`: those that they answer are shown, for runs with
+        environment.max_image_bytes. EpisodeLostError when it does not say its tools within `start_s`.
+        """
+        self._shows_images = shows_images
         self._parameters = StdioServerParameters(command=command[0], args=list(command[1:]))
         self._ready: concurrent.futures.Future[tuple[McpTool, ...]] = concurrent.futures.Future()
         self._loop = asyncio.new_event_loop()
@@ -50,8 +55,8 @@ class McpServer:
             self.close()
             raise EpisodeLostError(f"the MCP server {command[0]} did not start: {error!r}") from error
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text of a tool's result, which says itself where it failed. EpisodeLostError when there is none."""
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Result:
+        """A tool's result, which says itself where it failed. EpisodeLostError when there is none."""
         asked = asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop)
         try:
             return asked.result(CALL_S)
@@ -95,11 +100,20 @@ class McpServer:
             if cursor is None:
                 return tuple(found)
 
-    async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> Result:
         # bounded: by the timeout that it is given
         result = await self._session.call_tool(name, dict(arguments), read_timeout_seconds=CALL_S)
-        parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
-        return f"error: {''.join(parts)}" if result.is_error else "\n".join(parts)
+        shown = [self._shown(part) for part in result.content]
+        texts = [part for part in shown if isinstance(part, str)]
+        if len(texts) == len(shown):
+            return f"error: {''.join(texts)}" if result.is_error else "\n".join(texts)
+        apart = [piece for part in shown for piece in ("\n", part)][1:]
+        return ["error: ", *apart] if result.is_error else apart
+
+    def _shown(self, part: ContentBlock) -> str | Image:
+        if isinstance(part, ImageContent) and self._shows_images:
+            return Image(base64.b64decode(part.data, validate=True), part.mime_type)
+        return part.text if isinstance(part, TextContent) else f"[{part.type}]"
 
 
 @dataclass(frozen=True)
@@ -109,7 +123,7 @@ class McpTool:
     tool: Tool
     server: McpServer
 
-    def call(self, arguments: Mapping[str, Any]) -> str:
+    def call(self, arguments: Mapping[str, Any]) -> Result:
         """Implements CallableTool.call."""
         return self.server.call(self.tool.name, arguments)
 
@@ -125,7 +139,7 @@ class McpEpisode(ToolEpisode):
 
     def reset(self, task: Task, seed: int) -> Opening:
         """Starts the server and shows its tools."""
-        self._server = McpServer(self._command)
+        self._server = McpServer(self._command, shows_images=self.shows_images)
         self._tools = {tool.tool.name: tool for tool in self._server.tools}
         return super().reset(task, seed)
 

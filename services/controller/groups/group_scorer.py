@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from rolecall.columns import TEACHER
+from rolecall.columns import IMAGES, TEACHER
 from rolecall.errors import (
     DeadlineError,
     RateLimitedError,
@@ -33,7 +33,7 @@ from rolecall.scoring.scores import Failure, Score, score_item
 from rolecall.settings import RunSettings
 from rolecall.store.rows import Rows
 from rolecall.trajectory import is_truncated, rows_of
-from rolecall.v1 import training_pb2, trajectory_pb2
+from rolecall.v1 import reward_pb2, training_pb2, trajectory_pb2
 from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
 from rolecall.wire import Array
 from services.controller.groups.assembly import EpisodeEnd, GreedyResponse, ScoredGroup
@@ -49,6 +49,8 @@ _Contents: TypeAlias = tuple[list[dict[str, Array]], list[trajectory_pb2.Traject
 
 _VALUES, _NAMES = "reward_components", "reward_component_names"
 
+MAX_WITH_IMAGES = 8
+"""Groups that are scored at a time by a scorer that reads images: each response's item holds all that it shows."""
 RETRY_PAUSE_S = 2.0
 """Pause before a group is scored again whose scorer or reference was away."""
 
@@ -70,12 +72,14 @@ class GroupScorer:
     ) -> None:
         self._settings = settings
         self._rows = rows
+        self._threads = threads
         self._reading = Together(threads, self._keep_and_read)
         self._writing = Together(threads, self._put)
         self._reward = reward
         self._references = references
         self._ctl = ctl
         self._room = asyncio.Semaphore(settings.controller.max_score_calls)
+        self._image_room = asyncio.Semaphore(MAX_WITH_IMAGES)
         self._clock = clock
         self._scored_at = float("-inf")
         """When a group was scored last, on `clock`."""
@@ -131,7 +135,12 @@ class GroupScorer:
         rows: Sequence[Mapping[str, Array]],
     ) -> list[Score]:
         """The scores, written to the rows at once: a reference that is away has nobody scored again."""
-        scores = await self._reward_of(metas, rows)
+        if self._settings.shows_images and await self._reads_images():
+            async with self._image_room:  # bounded: as the room for groups
+                images = await self._threads.call(self._images, refs, metas)
+                scores = await self._reward_of(metas, rows, images)
+        else:
+            scores = await self._reward_of(metas, rows, [()] * len(rows))
         return await self._keep(refs, rows, scores, await self._component_names())
 
     async def _keep(
@@ -179,11 +188,35 @@ class GroupScorer:
             raise ScorerUnavailableError(f"{error.reason}: {error.message}") from error
         return sorted(component.name for component in spec.components)
 
+    async def _reads_images(self) -> bool:
+        """Whether the scorer does. ScorerError when what it says of itself is not believed."""
+        try:
+            return reward_pb2.SCORE_FIELD_IMAGES in (await self._reward.describe()).reads
+        except ScorerError:
+            raise
+        except RoleCallError as error:
+            raise ScorerUnavailableError(f"{error.reason}: {error.message}") from error
+
+    def _images(self, refs: _Refs, metas: Sequence[trajectory_pb2.TrajectoryMeta]) -> list[Sequence[bytes]]:
+        """The files that each row shows; rows that show no more than their prompt are not read for it again."""
+        read = [ref for place, ref in enumerate(refs) if not place or ref.shown_image_bytes]
+        rows = self._rows.read(read, [IMAGES])
+        own = {
+            ref.id: trajectory_pb2.Images.FromString(row[IMAGES].tobytes()).files
+            for ref, row in zip(read, rows, strict=True)
+        }
+        first = own[refs[0].id]
+        of_prompt = first[: len(first) - metas[0].episode.num_images]
+        return [own.get(ref.id, of_prompt) for ref in refs]
+
     async def _reward_of(
-        self, metas: Sequence[trajectory_pb2.TrajectoryMeta], rows: Sequence[Mapping[str, Array]]
+        self,
+        metas: Sequence[trajectory_pb2.TrajectoryMeta],
+        rows: Sequence[Mapping[str, Array]],
+        images: Sequence[Sequence[bytes]],
     ) -> list[Score]:
         outcomes = await self._reward.score(
-            [score_item(meta, row["token_ids"]) for meta, row in zip(metas, rows, strict=True)]
+            [score_item(meta, row["token_ids"], shown) for meta, row, shown in zip(metas, rows, images, strict=True)]
         )
         scores = []
         for meta, outcome in zip(metas, outcomes, strict=True):

@@ -50,7 +50,7 @@ class PromptRenderer:
             uid=raw.uid,
             epoch=epoch,
             token_ids=np.asarray(token_ids, "<i4").tobytes(),
-            messages=[trajectory_pb2.Message(**message) for message in raw.said],
+            messages=[trajectory_pb2.Message(role=message["role"], content=message["content"]) for message in raw.said],
             ground_truth=raw.ground_truth,
             other_ground_truths=raw.other_ground_truths,
             metadata=metadata,

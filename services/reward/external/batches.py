@@ -5,12 +5,12 @@ from typing import Any
 
 from rolecall.errors import AbstainedError, RoleCallError, ScorerError
 from rolecall.scoring.json_server import JsonServer
-from rolecall.scoring.scores import ALL_FIELDS, Item, component_spec
+from rolecall.scoring.scores import TEXT_FIELDS, Item, component_spec
 from rolecall.v1 import reward_pb2
 
 MAX_ITEMS = 64
 """Items of one call."""
-_READS = [field for field in ALL_FIELDS if field != reward_pb2.SCORE_FIELD_TOKEN_IDS]
+_READS = [field for field in TEXT_FIELDS if field != reward_pb2.SCORE_FIELD_TOKEN_IDS]
 
 
 class Batches:

@@ -1,20 +1,23 @@
 """A generative judge: a language model behind an OpenAI-compatible server that is asked about responses by a rubric.
 
-Owns the questions: what is filled into the template, which pairs of a group are compared, and that a question is asked
-once. What an answer is worth is verdicts.py's.
+Owns the questions: what is filled into the template, where the images of the conversation stand in it, which pairs of a
+group are compared, and that a question is asked once. What an answer is worth is verdicts.py's.
 """
 
 import asyncio
+import base64
 import hashlib
 import json
+import re
+import secrets
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import combinations
 from statistics import fmean
 from typing import Any
 
 from jinja2 import TemplateError
 
+from rolecall.data.images.files import media_type
 from rolecall.errors import BadGroundTruthError, InvalidInputError, RoleCallError
 from rolecall.scoring.json_server import JsonServer
 from rolecall.scoring.scores import Item, component_spec, groups_of
@@ -50,6 +53,8 @@ class Judge:
         self._compares = not rubric.variables.isdisjoint(("ground_truth", "ground_truths"))
         values = rubric.choices.values()
         reads = {_READS[variable] for variable in rubric.variables & _READS.keys()}
+        if rubric.images:
+            reads.add(reward_pb2.SCORE_FIELD_IMAGES)
         self.spec = reward_pb2.DescribeResponse(
             name=name,
             reads=sorted(reads | {reward_pb2.SCORE_FIELD_RESPONSE_TEXT}),
@@ -75,7 +80,7 @@ class Judge:
         """Each response's share of wins over the others of its group; half where there are none. InvalidInputError
         when they follow different conversations, of which a question shows one.
         """
-        if any(item.messages != items[0].messages for item in items):
+        if any((item.messages, item.images) != (items[0].messages, items[0].images) for item in items):
             raise InvalidInputError(
                 f"the responses of group {items[0].group} follow different conversations, as those of episodes do, and "
                 "a comparison shows one; leave them to a rubric of scope item, or to a function of scope group"
@@ -102,30 +107,37 @@ class Judge:
         return win_of(forward, backward, self._rubric)
 
     async def _asked(self, item: Item, **shown: str) -> float:
-        question = {**self._fixed, "messages": [{"role": "user", "content": self._text(item, shown)}]}
-        digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).digest()
-        votes, was_asked = await self._remembered.answer(digest, lambda: self._votes(question))
+        parts = self._parts(item, shown)
+        question = {**self._fixed, "parts": [_digest(part) if isinstance(part, bytes) else part for part in parts]}
+        votes, was_asked = await self._remembered.answer(
+            _digest(json.dumps(question, sort_keys=True).encode()).encode(), lambda: self._votes(parts)
+        )
         if was_asked:
             self._meter.remembered()
         return worth(votes, self._rubric)
 
-    async def _votes(self, question: dict[str, Any]) -> Votes:
-        answer = await self._server.post("/chat/completions", question)
+    async def _votes(self, parts: Sequence[str | bytes]) -> Votes:
+        answer = await self._server.post(
+            "/chat/completions", lambda: {**self._fixed, "messages": [{"role": "user", "content": _content(parts)}]}
+        )
         votes = read_votes(answer, self._rubric)
         self._count(answer.get("usage"))
         return votes
 
-    def _text(self, item: Item, shown: dict[str, str]) -> str:
+    def _parts(self, item: Item, shown: dict[str, str]) -> list[str | bytes]:
+        """The question: texts, and between them the files of images."""
         if self._compares and not item.ground_truths:
             raise BadGroundTruthError(
                 f"item {item.id} has no ground truth, which its rubric shows; give every prompt one, or leave "
                 "it to another scorer by when"
             )
-        prompt = next((message.content for message in reversed(item.messages) if message.role == "user"), "")
+        marks = _Marks()
+        messages = [{"role": role, "content": marks.text(parts)} for role, parts in item.conversation]
+        prompt = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
         try:
-            return self._template.render(
+            text = self._template.render(
                 prompt=prompt,
-                messages=[asdict(message) for message in item.messages],
+                messages=messages,
                 ground_truth=item.ground_truth,
                 ground_truths=list(item.ground_truths),
                 metadata=item.metadata,
@@ -136,6 +148,7 @@ class Judge:
                 f"item {item.id} does not fill in the rubric's template: {error.message}; give every prompt what the "
                 "template uses, or leave it to another scorer by when"
             ) from error
+        return marks.parts(text)
 
     def _count(self, usage: Any) -> None:
         """Counts the tokens that the server says it took; what it says that is no count is counted as none."""
@@ -149,6 +162,48 @@ class Judge:
         prices = self._rubric.prices
         cost = None if prices is None else (asked * prices[0] + answered * prices[1]) / 1e6
         self._meter.used(asked, answered, cost)
+
+
+class _Marks:
+    """Words that stand for images while a template is filled in: nobody else can spell them, and filters leave them."""
+
+    def __init__(self) -> None:
+        self._word = f"image{secrets.randbits(64)}x"
+        self._files = list[bytes]()
+
+    def text(self, parts: Sequence[str | bytes]) -> str:
+        """The text of `parts`, with a word for each image."""
+        return "".join(part if isinstance(part, str) else self._mark(part) for part in parts)
+
+    def _mark(self, file: bytes) -> str:
+        self._files.append(file)
+        return f"{self._word}{len(self._files) - 1}x"
+
+    def parts(self, text: str) -> list[str | bytes]:
+        """`text` with the images in place of their words."""
+        pieces = re.split(f"{self._word}([0-9]+)x", text)
+        return [self._files[int(piece)] if place % 2 else piece for place, piece in enumerate(pieces)]
+
+
+def _content(parts: Sequence[str | bytes]) -> str | list[dict[str, Any]]:
+    """A message's content as OpenAI's clients send it: text alone as it is."""
+    if len(parts) == 1 and isinstance(parts[0], str):
+        return parts[0]
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": _data_uri(part)}}
+        for part in parts
+        if part != ""
+    ]
+
+
+def _data_uri(file: bytes) -> str:
+    return f"data:{media_type(file)};base64,{base64.b64encode(file).decode()}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _all(found: Sequence[float | BaseException]) -> list[float]:

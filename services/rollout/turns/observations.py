@@ -12,6 +12,7 @@ import numpy as np
 
 from rolecall.data.continuation import ChatMessage
 from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.environment.cut import cut_out
 from rolecall.wire import Array
 
 Side: TypeAlias = Literal["left", "middle", "right"]
@@ -58,12 +59,7 @@ class Observations:
         first = {"left": 0, "middle": (self._max_tokens + 1) // 2, "right": self._max_tokens}[self._cut]
         # a character of which a token is left out is left out whole
         begins, ends = int(spans[first, 0]), int(spans[first + num_left_out - 1, 1])
-        short, at = list[str](), 0
-        for part in texts:
-            marker = f"[{num_left_out:,} tokens left out]" if at <= begins < at + len(part) else ""
-            short.append(part[: max(0, begins - at)] + marker + part[max(0, ends - at) :])
-            at += len(part)
-        return short, num_left_out
+        return cut_out(texts, begins, ends, f"[{num_left_out:,} tokens left out]"), num_left_out
 
     def _spans(self, text: str, at: int) -> Array:
         """The characters of each token in the piece of `text` that begins `at` there."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rolecall.data.images.files import spelled_in
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array
 from services.rollout.replica import Response
@@ -72,7 +73,8 @@ class Transcript:
 
     def heard(self, token_ids: Sequence[int], messages: Sequence[trajectory_pb2.Message]) -> None:
         """The environment said `messages`, rendered as `token_ids`, and the policy has another turn."""
-        self.episode.messages.add(role="assistant", content=self._last_text)
+        said = self._last_text
+        self.episode.messages.add(role="assistant", content=said, spelled=spelled_in(said))
         self.episode.messages.extend(messages)
         self.token_ids += token_ids
         self._logprobs.append(np.zeros(len(token_ids), np.float32))

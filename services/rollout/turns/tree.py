@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from rolecall.data.continuation import ChatMessage, Continuation, Tools
-from rolecall.data.images.files import text_of
+from rolecall.data.images.files import spelled_in, text_of
 from rolecall.errors import EpisodeLostError
 from rolecall.trajectory import turn_seed
 from rolecall.v1 import trajectory_pb2
@@ -280,7 +280,8 @@ class Tree:
 def _opening(path: Sequence[Turn], row_messages: Sequence[trajectory_pb2.Message]) -> Sequence[trajectory_pb2.Message]:
     """The messages before the first turn of a branch, without those of the row where it begins with them."""
     opening, own = _plain(path[0].heard), len(row_messages)
-    return opening[own:] if opening[:own] == list(row_messages) else opening
+    said = [(each.role, each.content) for each in opening[:own]]  # the row's messages mark nothing that is spelled
+    return opening[own:] if said == [(each.role, each.content) for each in row_messages] else opening
 
 
 def _num_tokens(images: Iterable[ShownImage]) -> list[int]:
@@ -292,4 +293,7 @@ def _num_sampled(turns: Iterable[Turn]) -> int:
 
 
 def _plain(messages: Sequence[ChatMessage]) -> list[trajectory_pb2.Message]:
-    return [trajectory_pb2.Message(role=each["role"], content=text_of(each["content"])) for each in messages]
+    return [
+        trajectory_pb2.Message(role=each["role"], content=text_of(each["content"]), spelled=spelled_in(each["content"]))
+        for each in messages
+    ]
