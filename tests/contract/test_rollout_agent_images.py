@@ -223,7 +223,8 @@ class Swaps(Agent):
     """An agent that shows another image in the place of one, and then the first again."""
 
     def run(self, policy: Policy) -> float:
-        first, other = ([("user", ["what? ", file])] for file in SHOWN[:2])
+        first: list[Said] = [("user", ["what? ", SHOWN[0]])]
+        other: list[Said] = [("user", ["what? ", SHOWN[1]])]
         heard = say(policy, "chat", first)
         later: list[Said] = [("assistant", [heard]), ("user", ["sure?"])]
         say(policy, "messages", [*other, *later])
@@ -429,6 +430,32 @@ async def test_what_cannot_be_shown_is_refused_in_words_and_takes_neither_a_call
     for row, meta, _ in played:
         assert (meta.episode.tokens.num_calls, meta.episode.ended_by) == (1, "terminated")
         assert files_of(row) == []
+
+
+class Tooled(Agent):
+    """An agent that shows an image in a role in which the template shows none, and then in another."""
+
+    def run(self, policy: Policy) -> float:
+        said: list[Said] = [("user", [SHOWN[0], "what?"])]
+        said.append(("assistant", [say(policy, "chat", said)]))
+        for dialect, write in DIALECTS.items():
+            refused = post(policy, dialect, write([*said, ("tool", [SHOWN[1]])]))
+            assert refused.status_code == 400
+            assert "the chat template must show each image once" in refused.text
+        say(policy, "chat", [*said, ("tool", ["nothing"]), ("user", [SHOWN[2]])])
+        return 0.5
+
+
+async def test_an_image_in_a_role_in_which_the_template_shows_none_is_refused_in_words(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
+    template = VISION_TEMPLATE.replace("part.type == 'image'", "part.type == 'image' and message.role == 'user'")
+    template = template.replace("{{ part.text }}", "{{ part.text | default('') }}")
+    asked, played = await play(store, tmp_path, Tooled, template=template)
+    for row, meta, ref in played:
+        were_sampled(asked, row, meta, ref)
+        assert files_of(row) == [SHOWN[0], SHOWN[2]]
+        assert dict(meta.episode.tokens.branches) == {"first": 1}
 
 
 class Unasked(Agent):

@@ -24,7 +24,8 @@ class Pictures(Agent):
             for more in ([{"role": "user", "content": "b?"}], [shown(SECOND)], []):
                 answer = client.chat.completions.create(model=policy.model, messages=said, max_tokens=8)
                 said += [{"role": "assistant", "content": answer.choices[0].message.content or ""}, *more]
-            client.chat.completions.create(model=policy.model, messages=[shown(OTHER), *said[1:3]], max_tokens=8)
+            said = [shown(OTHER), *said[1:3]]
+            client.chat.completions.create(model=policy.model, messages=said, max_tokens=8)
         return 0.5
 
 

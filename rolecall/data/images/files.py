@@ -116,11 +116,13 @@ def _image(value: object, folder: Path, where: str) -> ImageFile:
 
 
 def media_type(data: bytes) -> str:
-    """The type of a file that `open_image` reads, as "image/jpeg". InvalidInputError where it holds no image."""
+    """The type of a file that `open_image` reads, as "image/jpeg"; where its format has none, that of any file.
+    InvalidInputError where it holds no image.
+    """
     from PIL import Image
 
     with _in_words():
-        return Image.MIME[_by_head(data).format or ""]
+        return Image.MIME.get(_by_head(data).format or "", "application/octet-stream")
 
 
 def open_image(data: bytes) -> "Image":
