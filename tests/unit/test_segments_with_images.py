@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rolecall.columns import IMAGES
-from rolecall.data.images.tokens import VisualTokens
+from rolecall.data.images.tokens import VisualTokens, run_lengths
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.training.packing.pieces import cut
 from rolecall.v1 import trajectory_pb2
 from services.rollout.harness.attempt import Attempt, Limits
-from services.rollout.harness.calls import DIGEST, ChatCall
+from services.rollout.harness.calls import DIGEST, ChatCall, digests_of
 from services.rollout.replica import Response
 from services.rollout.sampling import EngineInfo, Sample, SampleRequest, VersionSpan
 from services.rollout.trajectories import columns, images_column
@@ -32,6 +32,7 @@ LONGEST = 900
 TOKENS = VisualTokens(PAD, 4, 2, 64, 4096)
 FILES = [*(picture(16, 16, seed) for seed in range(3)), picture(24, 16, 3)]
 """Three of as many tokens, and one of more. The first is the row's own."""
+NUMBERS = dict(zip(FILES, (4, 4, 4, 6), strict=True))
 DIGESTS = {hashlib.sha256(file).hexdigest(): file for file in FILES}
 STEPS = st.lists(
     st.tuples(
@@ -99,6 +100,8 @@ async def played(tokenizer: ChatTokenizer, steps: list[Any], room: int) -> tuple
             messages = [head, *messages[1:], dict(reply), more]
         answer = await attempt.answer(ChatCall(tuple(messages), files=DIGESTS))
         attempt.seen(answer.number)
+        showing = [DIGESTS[digest] for message in messages for digest in digests_of(message)]
+        assert sampler.asked[-1][1] == showing, "the engine sees what the agent shows"
         calls.append((messages, answer.message))
     prompts.close()
     return attempt, sampler
@@ -122,4 +125,6 @@ def test_a_segment_shows_the_images_that_the_engine_was_given_for_it(
     for segment in segments:
         own = list(trajectory_pb2.Images.FromString(segment[IMAGES].tobytes()).files)
         assert (segment["token_ids"].tolist(), own) in sampler.asked
+        runs = run_lengths(segment["token_ids"].tolist(), PAD)[: len(own)]
+        assert runs == [NUMBERS[file] for file in own], "each image stands before what was sampled as one"
     assert room < 10**6 or row["response_mask"].sum() == response.episode.tokens.num_sampled  # type: ignore[union-attr]
