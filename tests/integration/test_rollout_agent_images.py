@@ -2,12 +2,8 @@
 that it samples is what a trainer says, in every segment of the row.
 """
 
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,10 +21,9 @@ from rolecall.trajectory import SAMPLED_COLUMNS, rows_of, segment_lengths
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array
 from services.rollout.trajectories import images_column
-from tests.integration.agent_pictures import FIRST, OTHER, SECOND
+from tests.integration.agent_pictures import FIRST, OTHER, SECOND, pictures
 from tests.integration.fsdp_ranks import make_engine
 from tests.integration.rollout_process import group, rollout_process
-from tests.ports import free_port
 from tests.tiny_models import VisionFamily, write_vision
 from tests.vision_rig import CPU, read_images
 
@@ -36,19 +31,6 @@ pytestmark = [pytest.mark.vision, pytest.mark.timeout(300), pytest.mark.usefixtu
 
 MAX_GAP = 1e-4
 """Nats, in float32; another image would be tenths."""
-
-
-@contextmanager
-def pictures() -> Iterator[str]:
-    """The environment in a process; gives its address."""
-    address = f"127.0.0.1:{free_port()}"
-    variables = {**os.environ, "ROLECALL_DIE_WITH_PARENT": "1"}
-    serving = subprocess.Popen([sys.executable, "-m", "tests.integration.agent_pictures", address], env=variables)
-    try:
-        yield address
-    finally:
-        serving.kill()
-        serving.wait(5)
 
 
 def files_of(row: Row) -> list[bytes]:
