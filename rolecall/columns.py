@@ -129,9 +129,8 @@ OLD_ROUTED_EXPERTS = "old_routed_experts"
 """uint8 [T, W]: those of the pass that gave `old_logprobs`."""
 
 IMAGES = "images"
-"""uint8 [bytes]: the images that the row shows, the prompt's before its environment's, a serialized Images message
-(trajectory.proto); of a row of text nothing, 0 bytes. Each segment of the row shows the first of them, in this order,
-as many as it has, or none.
+"""uint8 [bytes]: the images that the row shows, the prompt's before its environment's or agent's, a serialized Images
+message (trajectory.proto), which says what each segment of the row shows of them; of a row of text nothing, 0 bytes.
 """
 
 _TABLE = [

@@ -20,7 +20,7 @@ class Player(Agent):
 
     def run(self, policy: Policy) -> Answer:
         """Plays it, and says whether it was won."""
-        rules = [{"role": message.role, "content": message.content} for message in self.task.messages]
+        rules = self.task.chat_messages()
         client = OpenAI(base_url=policy.base_url, api_key=policy.api_key, http_client=HTTP)
         try:
             return Answer(reward=float(play(client, policy.model, rules, self.task.ground_truth)))

@@ -59,7 +59,8 @@ class Continuation:
         """
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
-        self._visual_tokens = visual_tokens
+        self.visual_tokens = visual_tokens
+        """The tokens of images that messages may show; None: they are text."""
         self._problems: dict[tuple[str, bool, bool], str | None] = {}
 
     def ids(
@@ -179,10 +180,10 @@ class Continuation:
         return ids if ids and (before[-1] in added or ids[0] in added) else None
 
     def _expanded(self, ids: list[int], image_tokens: Sequence[int]) -> list[int]:
-        return ids if self._visual_tokens is None else self._visual_tokens.expanded(ids, image_tokens)
+        return ids if self.visual_tokens is None else self.visual_tokens.expanded(ids, image_tokens)
 
     def _collapsed(self, ids: Sequence[int], num_images: int) -> Sequence[int]:
-        return collapsed(ids, self._visual_tokens.token_id, num_images) if self._visual_tokens is not None else ids
+        return collapsed(ids, self.visual_tokens.token_id, num_images) if self.visual_tokens is not None else ids
 
     def _shown(self, conversation: Sequence[ChatMessage], tools: Tools, num_own: int = 0) -> list[Piece]:
         """A conversation as the template shows it, up to where the policy goes on."""

@@ -206,6 +206,7 @@ def task_of(task: environment_pb2.Task) -> Task:
         ground_truth=task.ground_truth,
         other_ground_truths=tuple(task.other_ground_truths),
         metadata=decode_fields(task.metadata) if task.HasField("metadata") else {},
+        images=tuple(Image(image.data, image.media_type) for image in task.images),
     )
 
 

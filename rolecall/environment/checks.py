@@ -59,8 +59,8 @@ def _explain_images(settings: RunSettings, continuation: Continuation) -> str:
             "there, or leave it out"
         )
     return (
-        f"  it may show images of {settings.max_environment_image_bytes} bytes in an episode, in messages of "
-        f"{' and '.join(shown)}; each takes as many tokens as one of a prompt"
+        f"  it, or its agent, may show images of {settings.max_environment_image_bytes} bytes in an episode, in "
+        f"messages of {' and '.join(shown)}; each takes as many tokens as one of a prompt"
     )
 
 
@@ -114,26 +114,11 @@ def run_problem(
     settings: RunSettings, spec: environment_pb2.DescribeEnvironmentResponse, continuation: Continuation
 ) -> str | None:
     """Returns what keeps the run from an environment that says this of itself, by the run's chat template; None:
-    nothing does.
-    """
-    if not spec.runs_episodes:
-        return _row_problem(settings, spec, continuation)
-    if not settings.shows_images:
-        return None
-    return (
-        "data.images_field, environment.max_image_bytes: it runs its episodes itself (runs_episodes), and what its "
-        "agent asks the policy is text; leave both out, or use an environment that the rollout steps"
-    )
-
-
-def _row_problem(
-    settings: RunSettings, spec: environment_pb2.DescribeEnvironmentResponse, continuation: Continuation
-) -> str | None:
-    """Returns why the run must say how many tokens a row may have; None: it says so, or need not. It must where the
-    chat template begins segments for what the environment speaks as.
+    nothing does. The run must say how many tokens a row may have where the template begins segments for what an
+    environment speaks as whose episodes the rollout steps.
     """
     section = settings.environment
-    if section is None or section.max_row_tokens is not None or section.max_turns == 1:
+    if section is None or spec.runs_episodes or section.max_row_tokens is not None or section.max_turns == 1:
         return None
     problems = (_problem(settings, continuation, role) for role in roles_of(spec))
     problem = next((found for found in problems if found is not None), None)

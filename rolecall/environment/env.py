@@ -4,10 +4,12 @@ Knows no gRPC and no sessions: answers.py turns it into messages, sessions.py ca
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from rolecall.data.images.files import parts
 from rolecall.errors import TurnConflictError
 from rolecall.scoring.scores import Message, Score
 
@@ -23,6 +25,15 @@ class Task:
     other_ground_truths: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The row's other fields."""
+    images: tuple["Image", ...] = ()
+    """The images that the row shows, given to an `Agent`: one for each `<image>` in the messages, in their order."""
+
+    def chat_messages(self) -> list[dict[str, Any]]:
+        """The row's messages as OpenAI's chat completions take them, its images in their places."""
+        if not self.images:
+            return [{"role": said.role, "content": said.content} for said in self.messages]
+        images = iter(self.images)
+        return [{"role": said.role, "content": _chat_content(said.content, images)} for said in self.messages]
 
 
 @dataclass(frozen=True)
@@ -62,10 +73,20 @@ class Image:
     """A file that Pillow reads: PNG, JPEG or another."""
     media_type: str = "image/png"
 
+    @property
+    def data_url(self) -> str:
+        """The image as requests for the policy hold it: the URL of an OpenAI client's `image_url`."""
+        return f"data:{self.media_type};base64,{self.base64}"
+
+    @property
+    def base64(self) -> str:
+        """The file in base64: the data of an Anthropic client's `source`."""
+        return b64encode(self.data).decode()
+
 
 @dataclass(frozen=True)
 class ImageMessage:
-    """A message that shows images, for runs with `environment.max_image_bytes`."""
+    """A message of an environment that the rollout steps, in runs with `environment.max_image_bytes`."""
 
     role: str
     parts: Sequence[str | Image]
@@ -170,3 +191,14 @@ class Agent(Env):
         """Runs the whole episode and returns what it is worth; an Answer may say that it was cut short (is_truncated).
         None: an environment without rewards has nothing to say.
         """
+
+
+def _chat_content(text: str, images: Iterator[Image]) -> str | list[dict[str, Any]]:
+    """A message's text with the next of `images` in the place of each mark; as it is where it has none."""
+    content = parts(text)
+    if isinstance(content, str):
+        return content
+    return [
+        {"type": "image_url", "image_url": {"url": next(images).data_url}} if part["type"] == "image" else {**part}
+        for part in content
+    ]

@@ -168,9 +168,10 @@ class EnvironmentSection(Section):
     observation_cut: Literal["left", "middle", "right"] = "middle"
     """Part of a message with more than max_observation_tokens that is left out."""
     max_image_bytes: PositiveInt | None = None
-    """Most bytes of the images that the environment shows in one episode, for which the store keeps room in every row;
-    an episode that would show more is graded as it stands, and truncated. Absent: it shows none, and an image fails its
-    episode.
+    """Most bytes of the images that the environment shows in one episode, or its agent beside those of the row. The
+    store keeps room for them in every row. An episode that would show more is graded as it stands, and truncated; an
+    agent's call is refused with 403. Absent: they show none; an environment's image fails its episode, an agent's is
+    refused.
     """
     endpoint_bind: Address = "127.0.0.1:0"
     """`host:port` on which each rollout lets agents of the environment call the policy, where it runs some; port 0

@@ -27,15 +27,15 @@ from rolecall.v1 import reward_pb2 as rolecall_dot_v1_dot_reward__pb2
 from rolecall.v1 import trajectory_pb2 as rolecall_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drolecall/v1/environment.proto\x12\x0brolecall.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18rolecall/v1/reward.proto\x1a\x1crolecall/v1/trajectory.proto\"\x1c\n\x1a\x44\x65scribeEnvironmentRequest\"\xec\x02\n\x1b\x44\x65scribeEnvironmentResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\x06reward\x18\x03 \x01(\x0b\x32\x1a.rolecall.v1.ComponentSpec\x12.\n\ncomponents\x18\x04 \x03(\x0b\x32\x1a.rolecall.v1.ComponentSpec\x12\x14\n\x0cturn_rewards\x18\x05 \x01(\x08\x12\x14\n\x0cmax_sessions\x18\x06 \x01(\x05\x12\x0f\n\x07lease_s\x18\x07 \x01(\x01\x12\r\n\x05roles\x18\x08 \x03(\t\x12\x15\n\rdeterministic\x18\t \x01(\x08\x12\x17\n\x0freset_timeout_s\x18\n \x01(\x01\x12\x16\n\x0estep_timeout_s\x18\x0b \x01(\x01\x12\x17\n\x0f\x63lose_timeout_s\x18\x0c \x01(\x01\x12\x15\n\rruns_episodes\x18\r \x01(\x08\x12\x0e\n\x06splits\x18\x0e \x03(\t\"H\n\x10ListTasksRequest\x12\r\n\x05split\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"N\n\x11ListTasksResponse\x12 \n\x05tasks\x18\x01 \x03(\x0b\x32\x11.rolecall.v1.Task\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x99\x01\n\x04Task\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12&\n\x08messages\x18\x02 \x03(\x0b\x32\x14.rolecall.v1.Message\x12\x14\n\x0cground_truth\x18\x03 \x01(\t\x12)\n\x08metadata\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x1b\n\x13other_ground_truths\x18\x05 \x03(\t\"\x82\x01\n\x0cResetRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\x03\x12\x1f\n\x04task\x18\x04 \x01(\x0b\x32\x11.rolecall.v1.Task\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12\x14\n\x0cshows_images\x18\x06 \x01(\x08\"G\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x05image\x18\x02 \x01(\x0b\x32\x16.rolecall.v1.ImagePartH\x00\x42\x06\n\x04part\"-\n\tImagePart\x12\x12\n\nmedia_type\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"=\n\x0bObservation\x12\x0c\n\x04role\x18\x01 \x01(\t\x12 \n\x05parts\x18\x02 \x03(\x0b\x32\x11.rolecall.v1.Part\"E\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x14\n\x0cinput_schema\x18\x04 \x01(\tJ\x04\x08\x03\x10\x04\"]\n\rResetResponse\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.rolecall.v1.Observation\x12 \n\x05tools\x18\x02 \x03(\x0b\x32\x11.rolecall.v1.Tool\"+\n\x08ToolCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\targuments\x18\x02 \x01(\t\"Q\n\x06\x41\x63tion\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06is_cut\x18\x02 \x01(\x08\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.rolecall.v1.ToolCall\"Q\n\x0bStepRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\x03\x12#\n\x06\x61\x63tion\x18\x03 \x01(\x0b\x32\x13.rolecall.v1.Action\"\x90\x01\n\x0cStepResponse\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.rolecall.v1.Observation\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.rolecall.v1.EpisodeState\x12*\n\x06reward\x18\x03 \x01(\x0b\x32\x1a.rolecall.v1.EpisodeReward\"\x91\x01\n\x11RunEpisodeRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_url\x18\x02 \x01(\t\x12\x0f\n\x07\x61pi_key\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x11\n\tmax_calls\x18\x05 \x01(\x05\x12\x12\n\nmax_tokens\x18\x06 \x01(\x05\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01\"j\n\x12RunEpisodeResponse\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.rolecall.v1.EpisodeState\x12*\n\x06reward\x18\x02 \x01(\x0b\x32\x1a.rolecall.v1.EpisodeReward\".\n\x0c\x43loseRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05grade\x18\x02 \x01(\x08\";\n\rCloseResponse\x12*\n\x06reward\x18\x01 \x01(\x0b\x32\x1a.rolecall.v1.EpisodeReward\"1\n\x11\x43loseOlderRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x02 \x01(\x03\"(\n\x12\x43loseOlderResponse\x12\x12\n\nnum_closed\x18\x01 \x01(\x05*\x85\x01\n\x0c\x45pisodeState\x12\x1d\n\x19\x45PISODE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x45PISODE_STATE_CONTINUES\x10\x01\x12\x1c\n\x18\x45PISODE_STATE_TERMINATED\x10\x02\x12\x1b\n\x17\x45PISODE_STATE_TRUNCATED\x10\x03\x32\x9a\x04\n\x12\x45nvironmentService\x12]\n\x08\x44\x65scribe\x12\'.rolecall.v1.DescribeEnvironmentRequest\x1a(.rolecall.v1.DescribeEnvironmentResponse\x12J\n\tListTasks\x12\x1d.rolecall.v1.ListTasksRequest\x1a\x1e.rolecall.v1.ListTasksResponse\x12>\n\x05Reset\x12\x19.rolecall.v1.ResetRequest\x1a\x1a.rolecall.v1.ResetResponse\x12;\n\x04Step\x12\x18.rolecall.v1.StepRequest\x1a\x19.rolecall.v1.StepResponse\x12M\n\nRunEpisode\x12\x1e.rolecall.v1.RunEpisodeRequest\x1a\x1f.rolecall.v1.RunEpisodeResponse\x12>\n\x05\x43lose\x12\x19.rolecall.v1.CloseRequest\x1a\x1a.rolecall.v1.CloseResponse\x12M\n\nCloseOlder\x12\x1e.rolecall.v1.CloseOlderRequest\x1a\x1f.rolecall.v1.CloseOlderResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drolecall/v1/environment.proto\x12\x0brolecall.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18rolecall/v1/reward.proto\x1a\x1crolecall/v1/trajectory.proto\"\x1c\n\x1a\x44\x65scribeEnvironmentRequest\"\xec\x02\n\x1b\x44\x65scribeEnvironmentResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\x06reward\x18\x03 \x01(\x0b\x32\x1a.rolecall.v1.ComponentSpec\x12.\n\ncomponents\x18\x04 \x03(\x0b\x32\x1a.rolecall.v1.ComponentSpec\x12\x14\n\x0cturn_rewards\x18\x05 \x01(\x08\x12\x14\n\x0cmax_sessions\x18\x06 \x01(\x05\x12\x0f\n\x07lease_s\x18\x07 \x01(\x01\x12\r\n\x05roles\x18\x08 \x03(\t\x12\x15\n\rdeterministic\x18\t \x01(\x08\x12\x17\n\x0freset_timeout_s\x18\n \x01(\x01\x12\x16\n\x0estep_timeout_s\x18\x0b \x01(\x01\x12\x17\n\x0f\x63lose_timeout_s\x18\x0c \x01(\x01\x12\x15\n\rruns_episodes\x18\r \x01(\x08\x12\x0e\n\x06splits\x18\x0e \x03(\t\"H\n\x10ListTasksRequest\x12\r\n\x05split\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"N\n\x11ListTasksResponse\x12 \n\x05tasks\x18\x01 \x03(\x0b\x32\x11.rolecall.v1.Task\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xc1\x01\n\x04Task\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12&\n\x08messages\x18\x02 \x03(\x0b\x32\x14.rolecall.v1.Message\x12\x14\n\x0cground_truth\x18\x03 \x01(\t\x12)\n\x08metadata\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x1b\n\x13other_ground_truths\x18\x05 \x03(\t\x12&\n\x06images\x18\x06 \x03(\x0b\x32\x16.rolecall.v1.ImagePart\"\x82\x01\n\x0cResetRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\x03\x12\x1f\n\x04task\x18\x04 \x01(\x0b\x32\x11.rolecall.v1.Task\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12\x14\n\x0cshows_images\x18\x06 \x01(\x08\"G\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\x05image\x18\x02 \x01(\x0b\x32\x16.rolecall.v1.ImagePartH\x00\x42\x06\n\x04part\"-\n\tImagePart\x12\x12\n\nmedia_type\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"=\n\x0bObservation\x12\x0c\n\x04role\x18\x01 \x01(\t\x12 \n\x05parts\x18\x02 \x03(\x0b\x32\x11.rolecall.v1.Part\"E\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x14\n\x0cinput_schema\x18\x04 \x01(\tJ\x04\x08\x03\x10\x04\"]\n\rResetResponse\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.rolecall.v1.Observation\x12 \n\x05tools\x18\x02 \x03(\x0b\x32\x11.rolecall.v1.Tool\"+\n\x08ToolCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\targuments\x18\x02 \x01(\t\"Q\n\x06\x41\x63tion\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0e\n\x06is_cut\x18\x02 \x01(\x08\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.rolecall.v1.ToolCall\"Q\n\x0bStepRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\x03\x12#\n\x06\x61\x63tion\x18\x03 \x01(\x0b\x32\x13.rolecall.v1.Action\"\x90\x01\n\x0cStepResponse\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.rolecall.v1.Observation\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.rolecall.v1.EpisodeState\x12*\n\x06reward\x18\x03 \x01(\x0b\x32\x1a.rolecall.v1.EpisodeReward\"\x91\x01\n\x11RunEpisodeRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_url\x18\x02 \x01(\t\x12\x0f\n\x07\x61pi_key\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x11\n\tmax_calls\x18\x05 \x01(\x05\x12\x12\n\nmax_tokens\x18\x06 \x01(\x05\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01\"j\n\x12RunEpisodeResponse\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.rolecall.v1.EpisodeState\x12*\n\x06reward\x18\x02 \x01(\x0b\x32\x1a.rolecall.v1.EpisodeReward\".\n\x0c\x43loseRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05grade\x18\x02 \x01(\x08\";\n\rCloseResponse\x12*\n\x06reward\x18\x01 \x01(\x0b\x32\x1a.rolecall.v1.EpisodeReward\"1\n\x11\x43loseOlderRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x02 \x01(\x03\"(\n\x12\x43loseOlderResponse\x12\x12\n\nnum_closed\x18\x01 \x01(\x05*\x85\x01\n\x0c\x45pisodeState\x12\x1d\n\x19\x45PISODE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x45PISODE_STATE_CONTINUES\x10\x01\x12\x1c\n\x18\x45PISODE_STATE_TERMINATED\x10\x02\x12\x1b\n\x17\x45PISODE_STATE_TRUNCATED\x10\x03\x32\x9a\x04\n\x12\x45nvironmentService\x12]\n\x08\x44\x65scribe\x12\'.rolecall.v1.DescribeEnvironmentRequest\x1a(.rolecall.v1.DescribeEnvironmentResponse\x12J\n\tListTasks\x12\x1d.rolecall.v1.ListTasksRequest\x1a\x1e.rolecall.v1.ListTasksResponse\x12>\n\x05Reset\x12\x19.rolecall.v1.ResetRequest\x1a\x1a.rolecall.v1.ResetResponse\x12;\n\x04Step\x12\x18.rolecall.v1.StepRequest\x1a\x19.rolecall.v1.StepResponse\x12M\n\nRunEpisode\x12\x1e.rolecall.v1.RunEpisodeRequest\x1a\x1f.rolecall.v1.RunEpisodeResponse\x12>\n\x05\x43lose\x12\x19.rolecall.v1.CloseRequest\x1a\x1a.rolecall.v1.CloseResponse\x12M\n\nCloseOlder\x12\x1e.rolecall.v1.CloseOlderRequest\x1a\x1f.rolecall.v1.CloseOlderResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rolecall.v1.environment_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EPISODESTATE']._serialized_start=2138
-  _globals['_EPISODESTATE']._serialized_end=2271
+  _globals['_EPISODESTATE']._serialized_start=2178
+  _globals['_EPISODESTATE']._serialized_end=2311
   _globals['_DESCRIBEENVIRONMENTREQUEST']._serialized_start=132
   _globals['_DESCRIBEENVIRONMENTREQUEST']._serialized_end=160
   _globals['_DESCRIBEENVIRONMENTRESPONSE']._serialized_start=163
@@ -45,39 +45,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTTASKSRESPONSE']._serialized_start=603
   _globals['_LISTTASKSRESPONSE']._serialized_end=681
   _globals['_TASK']._serialized_start=684
-  _globals['_TASK']._serialized_end=837
-  _globals['_RESETREQUEST']._serialized_start=840
-  _globals['_RESETREQUEST']._serialized_end=970
-  _globals['_PART']._serialized_start=972
-  _globals['_PART']._serialized_end=1043
-  _globals['_IMAGEPART']._serialized_start=1045
-  _globals['_IMAGEPART']._serialized_end=1090
-  _globals['_OBSERVATION']._serialized_start=1092
-  _globals['_OBSERVATION']._serialized_end=1153
-  _globals['_TOOL']._serialized_start=1155
-  _globals['_TOOL']._serialized_end=1224
-  _globals['_RESETRESPONSE']._serialized_start=1226
-  _globals['_RESETRESPONSE']._serialized_end=1319
-  _globals['_TOOLCALL']._serialized_start=1321
-  _globals['_TOOLCALL']._serialized_end=1364
-  _globals['_ACTION']._serialized_start=1366
-  _globals['_ACTION']._serialized_end=1447
-  _globals['_STEPREQUEST']._serialized_start=1449
-  _globals['_STEPREQUEST']._serialized_end=1530
-  _globals['_STEPRESPONSE']._serialized_start=1533
-  _globals['_STEPRESPONSE']._serialized_end=1677
-  _globals['_RUNEPISODEREQUEST']._serialized_start=1680
-  _globals['_RUNEPISODEREQUEST']._serialized_end=1825
-  _globals['_RUNEPISODERESPONSE']._serialized_start=1827
-  _globals['_RUNEPISODERESPONSE']._serialized_end=1933
-  _globals['_CLOSEREQUEST']._serialized_start=1935
-  _globals['_CLOSEREQUEST']._serialized_end=1981
-  _globals['_CLOSERESPONSE']._serialized_start=1983
-  _globals['_CLOSERESPONSE']._serialized_end=2042
-  _globals['_CLOSEOLDERREQUEST']._serialized_start=2044
-  _globals['_CLOSEOLDERREQUEST']._serialized_end=2093
-  _globals['_CLOSEOLDERRESPONSE']._serialized_start=2095
-  _globals['_CLOSEOLDERRESPONSE']._serialized_end=2135
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=2274
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=2812
+  _globals['_TASK']._serialized_end=877
+  _globals['_RESETREQUEST']._serialized_start=880
+  _globals['_RESETREQUEST']._serialized_end=1010
+  _globals['_PART']._serialized_start=1012
+  _globals['_PART']._serialized_end=1083
+  _globals['_IMAGEPART']._serialized_start=1085
+  _globals['_IMAGEPART']._serialized_end=1130
+  _globals['_OBSERVATION']._serialized_start=1132
+  _globals['_OBSERVATION']._serialized_end=1193
+  _globals['_TOOL']._serialized_start=1195
+  _globals['_TOOL']._serialized_end=1264
+  _globals['_RESETRESPONSE']._serialized_start=1266
+  _globals['_RESETRESPONSE']._serialized_end=1359
+  _globals['_TOOLCALL']._serialized_start=1361
+  _globals['_TOOLCALL']._serialized_end=1404
+  _globals['_ACTION']._serialized_start=1406
+  _globals['_ACTION']._serialized_end=1487
+  _globals['_STEPREQUEST']._serialized_start=1489
+  _globals['_STEPREQUEST']._serialized_end=1570
+  _globals['_STEPRESPONSE']._serialized_start=1573
+  _globals['_STEPRESPONSE']._serialized_end=1717
+  _globals['_RUNEPISODEREQUEST']._serialized_start=1720
+  _globals['_RUNEPISODEREQUEST']._serialized_end=1865
+  _globals['_RUNEPISODERESPONSE']._serialized_start=1867
+  _globals['_RUNEPISODERESPONSE']._serialized_end=1973
+  _globals['_CLOSEREQUEST']._serialized_start=1975
+  _globals['_CLOSEREQUEST']._serialized_end=2021
+  _globals['_CLOSERESPONSE']._serialized_start=2023
+  _globals['_CLOSERESPONSE']._serialized_end=2082
+  _globals['_CLOSEOLDERREQUEST']._serialized_start=2084
+  _globals['_CLOSEOLDERREQUEST']._serialized_end=2133
+  _globals['_CLOSEOLDERRESPONSE']._serialized_start=2135
+  _globals['_CLOSEOLDERRESPONSE']._serialized_end=2175
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=2314
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=2852
 # @@protoc_insertion_point(module_scope)

@@ -222,6 +222,7 @@ class Task(_message.Message):
     GROUND_TRUTH_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     OTHER_GROUND_TRUTHS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """The data set's own id of the row."""
     ground_truth: _builtins.str
@@ -238,6 +239,13 @@ class Task(_message.Message):
     def other_ground_truths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Further answers that are as right as ground_truth; empty when the data set has one or none."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImagePart]:
+        """The images that the row shows, one for each "<image>" in its messages, in their order, for an agent that shows them to the policy:
+        given where Describe says runs_episodes, else empty. A Reset may have 8 MiB of them, above gRPC's own limit of 4 MiB for a
+        request, which a server raises to take such rows.
+        """
+
     def __init__(
         self,
         *,
@@ -246,10 +254,11 @@ class Task(_message.Message):
         ground_truth: _builtins.str = ...,
         metadata: _struct_pb2.Struct | None = ...,
         other_ground_truths: _abc.Iterable[_builtins.str] | None = ...,
+        images: _abc.Iterable[Global___ImagePart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ground_truth", b"ground_truth", "messages", b"messages", "metadata", b"metadata", "other_ground_truths", b"other_ground_truths", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ground_truth", b"ground_truth", "images", b"images", "messages", b"messages", "metadata", b"metadata", "other_ground_truths", b"other_ground_truths", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -599,7 +608,7 @@ class RunEpisodeRequest(_message.Message):
     """The session."""
     base_url: _builtins.str
     """URL of the endpoint with its version, as "http://127.0.0.1:4711/v1": OpenAI's chat completions, streamed or not, and
-    models; a caller may serve more there.
+    models; a caller may serve more there. Images come in the requests themselves, in runs that show some.
     """
     api_key: _builtins.str
     """The bearer token of the endpoint, of this episode alone; a secret."""

@@ -225,16 +225,48 @@ class Images(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FILES_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Prompt.images, of the prompt that it answers, then those that an episode's environment showed, in their order. Each segment shows
-        the first ones, as many as it has; a placeholder that a policy sampled stands behind them all.
+        """Prompt.images, of the prompt that it answers, then the others that an episode's environment or agent showed, each distinct
+        file once, in the order in which they came.
+        """
+
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentImages]:
+        """What each segment of the row shows, in the order of the segments; empty: every one shows all `files`, in their order. A
+        placeholder that a policy sampled stands behind all images of its segment.
         """
 
     def __init__(
         self,
         *,
         files: _abc.Iterable[_builtins.bytes] | None = ...,
+        segments: _abc.Iterable[Global___SegmentImages] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "segments", b"segments"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Images: _TypeAlias = Images  # noqa: Y015
+
+@_typing.final
+class SegmentImages(_message.Message):
+    """The images of one segment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices in Images.files, in the order in which their tokens stand in the segment; one may stand there more than once."""
+
+    def __init__(
+        self,
+        *,
+        files: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -242,7 +274,7 @@ class Images(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Images: _TypeAlias = Images  # noqa: Y015
+Global___SegmentImages: _TypeAlias = SegmentImages  # noqa: Y015
 
 @_typing.final
 class PromptGroup(_message.Message):
@@ -446,7 +478,7 @@ class Episode(_message.Message):
     read.
     """
     num_images: _builtins.int
-    """Images that its environment showed: the last so many of the column `images`."""
+    """Distinct images that its environment or agent showed beside the prompt's: the last so many files of the column `images`."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """The conversation after the prompt's messages: what the environment said first, then the policy's turns and the
@@ -553,7 +585,8 @@ class EpisodeTokens(_message.Message):
     @_builtins.property
     def branches(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Calls that began a new branch of the conversation, by why: "first" of the episode; "fork", from an earlier
-        point; "history", which no answer is the end of; "tools", with others; "template", which shows earlier turns otherwise.
+        point; "history", which no answer is the end of; "tools", with others; "template", which shows earlier turns otherwise; "images", shown behind a
+        placeholder of one that the policy sampled.
         """
 
     def __init__(
@@ -672,7 +705,7 @@ class RowRef(_message.Message):
     num_tokens: _builtins.int
     """T: prompt + response tokens, of all segments."""
     shown_image_bytes: _builtins.int
-    """Bytes of the files of images that an environment showed in it, which stand in its column `images` behind those of its prompt; 0: it showed none."""
+    """Bytes of the files of images that an environment or its agent showed in it, which stand in its column `images` behind those of its prompt; 0: none."""
     @_builtins.property
     def segment_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Where each segment but the first begins in token_ids, ascending. A segment is one conversation with the policy, first prompt included: what is

@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from rolecall.data.continuation import ChatMessage, Continuation
-from rolecall.data.images.files import parts
+from rolecall.data.images.files import media_type, parts
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.images.tokens import run_lengths
 from rolecall.data.tokenizer import ChatTokenizer
@@ -66,7 +66,7 @@ class EpisodeSettings:
     """Longest first prompt: the row's messages and what the environment says first."""
     max_turns: int
     max_image_bytes: int
-    """Most bytes of the images that the environment shows in an episode; 0: it shows none."""
+    """Most bytes of the images that the environment or its agent shows in an episode; 0: it shows none."""
     max_row_tokens: int
     """Most tokens of an episode's segments together."""
     max_malformed: int
@@ -151,12 +151,15 @@ class Episodes:
         self._observations = observations
         self._problem = problem
         self._runs = AgentRuns(
-            RunLimits(settings.max_prompt_tokens, settings.max_turns, settings.max_row_tokens),
+            RunLimits(
+                settings.max_prompt_tokens, settings.max_turns, settings.max_row_tokens, settings.max_image_bytes
+            ),
             replica,
             tokenizer,
             tool_calls,
             endpoint,
             prompts,
+            self._open,
         )
         self._num_lost = 0
         self._opening = asyncio.Lock()
@@ -264,10 +267,13 @@ class Episodes:
             open_sessions.add(session)
             began_at = time.monotonic()
             try:
+                runs = self._environment.spec.runs_episodes
                 opening = await session.reset(
-                    _task(place.prompt), place.request.seed, shows_images=self._settings.max_image_bytes > 0
+                    _task(place.prompt, shows_images=runs),
+                    place.request.seed,
+                    shows_images=self._settings.max_image_bytes > 0,
                 )
-                runs, files = self._environment.spec.runs_episodes, self._files(opening.messages)
+                files = self._files(opening.messages)
                 first = None if runs else await self._first(place, opening, files)
                 return _Begun(session, first, began_at, ends_at, attempt)
             except EpisodeLostError as error:
@@ -450,8 +456,7 @@ class Episodes:
         environment's; empty while there is none. Behind a placeholder that the policy sampled nobody could tell which
         one stands for the image. No image is opened that nobody has the time to be shown.
         """
-        tokens = self._visual_tokens
-        if num_bytes > self._settings.max_image_bytes or (tokens is not None and tree.has_sampled(tokens.token_id)):
+        if num_bytes > self._settings.max_image_bytes or tree.is_hidden_behind():
             return "images"
         return "time" if time.monotonic() >= begun.ends_at else ""
 
@@ -503,13 +508,16 @@ def sampler_of(
     )
 
 
-def _task(prompt: trajectory_pb2.Prompt) -> environment_pb2.Task:
+def _task(prompt: trajectory_pb2.Prompt, *, shows_images: bool) -> environment_pb2.Task:
+    """The row that an episode is about, with its images for an agent, who shows them to the policy."""
+    files = prompt.images if shows_images else ()
     return environment_pb2.Task(
         uid=prompt.uid,
         messages=prompt.messages,
         ground_truth=prompt.ground_truth,
         metadata=prompt.metadata if prompt.HasField("metadata") else None,
         other_ground_truths=prompt.other_ground_truths,
+        images=[environment_pb2.ImagePart(media_type=media_type(file), data=file) for file in files],
     )
 
 

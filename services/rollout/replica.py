@@ -56,7 +56,9 @@ class Response:
     segment_starts: tuple[int, ...] = ()
     """Where each segment but the first begins, in the tokens of prompt and sample together."""
     images: tuple[bytes, ...] = ()
-    """The images that an episode's environment showed."""
+    """The distinct images that an episode's environment or agent showed beside the prompt's."""
+    shown: tuple[tuple[int, ...], ...] = ()
+    """What each segment shows of the prompt's images and those, by index; empty: each shows all of them in order."""
 
 
 class Replica:

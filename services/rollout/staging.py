@@ -64,7 +64,9 @@ class Staging:
             num_tokens = len(ids) + len(response.sample.token_ids)
             shown_bytes = sum(map(len, response.images))
             refs.append(self._rows.ref(id, claim.token, num_tokens, response.segment_starts, shown_bytes))
-            images = images_column([*group.prompt.images, *response.images]) if response.images else own
+            is_own = not response.images and not response.shown
+            files = [*group.prompt.images, *response.images]
+            images = own if is_own else images_column(files, response.shown)
             arrays.append({**columns(ids, response), **({IMAGES: images} if self._shows_images else {})})
             metas.append(meta)
         loop = asyncio.get_running_loop()

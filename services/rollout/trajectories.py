@@ -93,9 +93,12 @@ def columns(ids: Sequence[int], response: Response) -> dict[str, Array]:
     }
 
 
-def images_column(files: Iterable[bytes]) -> Array:
-    """The column `images` of a row that shows `files`: uint8 [bytes], none of one that shows none."""
-    return np.frombuffer(trajectory_pb2.Images(files=files).SerializeToString(), dtype=np.uint8)
+def images_column(files: Iterable[bytes], shown: Iterable[Sequence[int]] = ()) -> Array:
+    """The column `images` of a row that shows `files`: uint8 [bytes], none of one that shows none. `shown`: which of
+    them each segment shows; empty: each shows all.
+    """
+    segments = [trajectory_pb2.SegmentImages(files=each) for each in shown]
+    return np.frombuffer(trajectory_pb2.Images(files=files, segments=segments).SerializeToString(), dtype=np.uint8)
 
 
 def token_ledger(responses: Sequence[Response], num_responses: int) -> trajectory_pb2.EpisodeTokens:

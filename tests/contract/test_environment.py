@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rolecall.data.images.files import MAX_BYTES
 from rolecall.environment import Action, Answer, Env, Message, Opening, Score, Task, Tool
 from rolecall.environment.answers import action_of, schema_problem, spec_problem
 from rolecall.environment.client import EnvironmentClient, EpisodeSession, open_environment
@@ -385,6 +386,19 @@ async def episode_begins(client: EnvironmentClient, name: str) -> EpisodeSession
     session = client.session(name, GROUP, 1)
     await session.reset(task(), 1)
     return session
+
+
+async def test_a_row_s_images_arrive_as_they_are_above_grpc_s_own_limit() -> None:
+    class Seeing(Counting):
+        def reset(self, task: Task, seed: int) -> str:
+            return " ".join(f"{image.media_type} {len(image.data)}" for image in task.images)
+
+    images = [environment_pb2.ImagePart(media_type="image/jpeg", data=bytes(MAX_BYTES // 2)) for _ in range(2)]
+    async with environment(Seeing) as (address, _), client_of(address) as client:
+        session = client.session("run/7/0/a-1", GROUP, 1)
+        opening = await session.reset(environment_pb2.Task(uid="t", images=images), 1)
+        assert said(opening) == " ".join(2 * [f"image/jpeg {MAX_BYTES // 2}"])
+        session.leave()
 
 
 async def test_a_session_is_kept_while_the_policy_thinks() -> None:

@@ -14,6 +14,7 @@ from rolecall.data.images.tokens import VisualTokens
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment import Action, Agent, Answer, Env, Image, ImageMessage, Message, Task
 from rolecall.environment.env import Messages, Policy
+from rolecall.training.packing.pieces import Piece
 from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import trajectory_pb2
 from services.controller.durable.in_flight import prompts_in_flight
@@ -100,8 +101,9 @@ async def play(
             group.rows, [*SAMPLED_COLUMNS, *([IMAGES] if settings.get("visual_tokens", True) else [])]
         )
         metas = store.rows.read_meta(group.rows)
-        for ref, meta in zip(group.rows, metas, strict=True):
-            assert ref.shown_image_bytes == sum(map(len, SHOWN[: meta.episode.num_images]))
+        for row, ref, meta in zip(rows, group.rows, metas, strict=True):
+            others = files_of(row)[len(files) :] if IMAGES in row else []
+            assert (len(others), sum(map(len, others))) == (meta.episode.num_images, ref.shown_image_bytes)
         return rollout.engine.shown, rows, metas, [1 + len(ref.segment_starts) for ref in group.rows]
 
 
@@ -155,6 +157,20 @@ async def test_what_an_environment_shows_reaches_engine_row_and_nobody_s_text(
         spelled, plain = tokenizer.encode_plain("xyz"), tokenizer.encode_plain("<|image_pad|>")
         place = next(i for i in range(len(ids)) if ids[i : i + 3] == spelled)
         assert row["token_ids"].tolist() == [*ids[:place], *plain, *ids[place + 3 :]]
+
+
+async def test_a_file_that_is_shown_twice_stands_once_in_the_row(store: StoreUnderTest, folder: Path) -> None:
+    class Again(Gallery):
+        second: ClassVar[Messages] = ImageMessage("user", [Image(SHOWN[0]), "and", Image(OWN)])
+
+    asked, rows, metas, num_segments = await play(store, folder, Again)
+    assert num_segments == [1] * 4
+    assert {len(request.images) for request in asked} == {2, 4, 5}
+    for row, meta in zip(rows, metas, strict=True):
+        check_row(row, meta)
+        assert (files_of(row), meta.episode.num_images) == ([OWN, SHOWN[0], SHOWN[3]], 2)
+        (segment,) = Piece(0, 0, (len(row["token_ids"]),)).segments(row)
+        assert files_of(segment) == [OWN, SHOWN[0], SHOWN[0], OWN, SHOWN[3]]
 
 
 async def test_a_segment_that_begins_anew_shows_all_images_so_far(store: StoreUnderTest, tmp_path: Path) -> None:

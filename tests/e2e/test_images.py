@@ -18,6 +18,7 @@ import yaml
 
 from examples.colored_squares.prepare import FAMILIES
 from rolecall.data.model_files import read_model
+from tests.integration.agent_pictures import FIRST, OTHER, SECOND, pictures
 from tests.pictures import picture
 from tests.ports import free_port
 from tests.tiny_models import VisionFamily, write_vision
@@ -130,7 +131,7 @@ def test_a_run_whose_environment_shows_images_stops_and_goes_on(tmp_path: Path) 
         "sampling": {"num_responses": 4, "max_tokens": 240, "stop_token_ids": list(range(180, 288))},
         "algorithm": {"groups_per_batch": 4, "num_minibatches": 2},
         "actor": {"num_ranks": 2, "optimizer": {"learning_rate": 1e-3}},
-        "critic": {"learning_rate": 1e-3},
+        "critic": {"optimizer": {"learning_rate": 1e-3}},
         "reward": {
             "components": {
                 "even": {"scorer": {"kind": "environment", "min": 0, "max": 1}},
@@ -166,3 +167,48 @@ def test_a_run_whose_environment_shows_images_stops_and_goes_on(tmp_path: Path) 
     beside_prompts = [seen - images for seen, images in zip(metrics(folder, "reward/seen"), shown, strict=True)]
     assert all(0 <= share <= 1 for share in beside_prompts)
     assert max(beside_prompts) > 0
+
+
+def test_all_roles_see_what_an_agent_shows_in_each_segment(tmp_path: Path) -> None:
+    """The agent shows the row's images, then others, and goes back to its beginning with another image there."""
+    write_vision(tmp_path / "model", "qwen3_vl")
+    rows = []
+    for number in range(40):
+        (tmp_path / f"{number}.png").write_bytes(picture(32, 24, 10 + number))
+        shown = {"prompt": "<image>a", "images": [f"{number}.png"]}
+        rows.append(shown if number % 3 else {"prompt": "a"})
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:32]))
+    (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[32:]))
+    with pictures() as address:
+        tree: dict[str, Any] = {
+            "recipe": "ppo",
+            "run": {"name": "agents", "dir": "run", "num_steps": 3},
+            "model": {"path": "model", "dtype": "float32"},
+            "data": {"train": "train.jsonl", "images_field": "images", "max_prompt_tokens": 200},
+            "environment": {
+                "address": address,
+                "max_turns": 4,
+                "max_image_bytes": len(FIRST) + len(SECOND) + len(OTHER),
+                "max_row_tokens": 900,
+            },
+            "sampling": {"num_responses": 4, "max_tokens": 200},
+            "algorithm": {"groups_per_batch": 4, "num_minibatches": 2, "max_staleness": 1},
+            "actor": {"optimizer": {"learning_rate": 1e-3}, "token_budget": 450},
+            "critic": {"optimizer": {"learning_rate": 1e-3}},
+            "reward": {"components": {"short": {"scorer": {"kind": "length", "max_tokens": 24}}}},
+            "evaluation": {"sets": {"heldout": {"path": "heldout.jsonl"}}},
+            "rollout": {"kv_cache_bytes": 2**27},
+            "store": {"max_bytes": 2**28},
+        }
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+        said = run("-m", "rolecall", "train", str(tmp_path / "run.yaml"))
+    folder = tmp_path / "run"
+    assert all(norm > 0 for norm in metrics(folder, "actor/grad_norm")), said
+    assert min(metrics(folder, "episode/segments")) >= 2
+    assert min(metrics(folder, "episode/images")) >= 2
+    assert metrics(folder, "episode/branches_history") == [1.0] * 3
+    assert len(metrics(folder, "episode/branches_images")) == 3
+    assert metrics(folder, "episode/masked_row_full_tokens") == [0.0] * 3
+    assert metrics(folder, "actor/mismatch_tokens")[0] > 0
+    assert max(metrics(folder, "actor/mismatch_max")) < MAX_GAP
+    assert abs(metrics(folder, "reward/kl")[0]) < MAX_GAP

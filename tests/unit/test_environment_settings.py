@@ -91,8 +91,8 @@ def test_check_says_where_the_template_shows_an_environment_s_images(tmp_path: P
     shown = {"environment": {**ADDRESS, "max_image_bytes": 5000}, "model": {"path": str(seeing)}}
     run = settings(tmp_path, {"kind": "environment"}, **shown)
     assert list(explain_environment(run, ChatTokenizer(seeing)))[-1] == (
-        "  it may show images of 5000 bytes in an episode, in messages of user and tool; each takes as many tokens as "
-        "one of a prompt"
+        "  it, or its agent, may show images of 5000 bytes in an episode, in messages of user and tool; each takes as "
+        "many tokens as one of a prompt"
     )
     write_tokenizer(seeing, more_tokens=VISION_TOKENS)
     with pytest.raises(
@@ -132,21 +132,16 @@ def test_messages_that_show_no_images_begin_no_segment_for_them(tmp_path: Path) 
     assert run_problem(run, spec, continuation) is None
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [{"environment": {**ADDRESS, "max_image_bytes": 5000}}, {"data": {"images_field": "images"}}],
-    ids=["its own", "the row's"],
-)
-def test_an_agent_s_environment_is_refused_where_images_are_shown(tmp_path: Path, sections: dict[str, Any]) -> None:
-    given = {"environment": ADDRESS, **sections}
-    data = {**smallest_tree(tmp_path)["data"], **given.pop("data", {})}
-    run = settings(tmp_path, {"kind": "environment"}, **given, data=data)
-    write_tokenizer(tmp_path)
-    spec = environment_pb2.DescribeEnvironmentResponse(runs_episodes=True)
-    problem = run_problem(run, spec, Continuation(ChatTokenizer(tmp_path))) or ""
-    assert problem.startswith("data.images_field, environment.max_image_bytes: it runs its episodes itself")
-    text = settings(tmp_path, {"kind": "environment"}, environment=ADDRESS)
-    assert run_problem(text, spec, Continuation(ChatTokenizer(tmp_path))) is None
+def test_an_agent_s_environment_may_show_images_and_says_no_bound_of_rows(tmp_path: Path) -> None:
+    """What its agent asks begins segments whatever the template does, up to environment.max_row_tokens."""
+    write_tokenizer(tmp_path, THINKING_TEMPLATE)
+    data = {**smallest_tree(tmp_path)["data"], "images_field": "images"}
+    shown = {"environment": {**ADDRESS, "max_image_bytes": 5000}}
+    run = settings(tmp_path, {"kind": "environment"}, **shown, data=data)
+    continuation = Continuation(ChatTokenizer(tmp_path))
+    assert run_problem(run, environment_pb2.DescribeEnvironmentResponse(runs_episodes=True), continuation) is None
+    stepped = run_problem(run, environment_pb2.DescribeEnvironmentResponse(), continuation) or ""
+    assert stepped.startswith("environment.max_row_tokens is not set")
 
 
 def test_check_says_which_text_a_template_changes_and_what_that_costs(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from rolecall.commands.check import check
 from rolecall.data.dataset import PARQUET_ROWS, RawPrompt, load_prompts, read_rows
 from rolecall.data.engine_limits import check_engine
-from rolecall.data.images.files import MAX_BYTES, image_size, open_image
+from rolecall.data.images.files import MAX_BYTES, image_size, media_type, open_image
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.images.tokens import (
     VisualTokens,
@@ -35,6 +35,8 @@ from rolecall.data.images.tokens import (
     run_lengths,
 )
 from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.environment import Image as Shown
+from rolecall.environment import Message, Task
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import DataSection, RewardSection, RunSettings, load_settings
 from rolecall.store.budget import PromptBytes
@@ -607,6 +609,32 @@ def test_check_tells_what_prompts_show_and_names_the_line_of_a_broken_file(tmp_p
     assert "data.train: none of the 1 prompts of " in told("b.png")
     write_seeing(tmp_path / "model", {"model_type": "qwen3"})
     assert "data.images_field: model.path" in told("a.png")
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp"), ("DDS", "application/octet-stream")],
+)
+def test_a_file_is_named_by_what_it_holds(kind: str, named: str) -> None:
+    assert media_type(picture(8, 8, kind=kind)) == named
+    with pytest.raises(InvalidInputError, match="an image cannot be read"):
+        media_type(b"hello")
+
+
+def test_a_row_s_messages_show_its_images_as_openai_s_clients_send_them() -> None:
+    said = (Message("system", "look"), Message("user", "<image>or <image>?"), Message("user", "<image>"))
+    images = (Shown(b"a"), Shown(b"b", "image/jpeg"), Shown(b"c"))
+
+    def shown(kind: str, data: str) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}}
+
+    texts = [{"type": "text", "text": text} for text in ("or ", "?")]
+    assert Task("u", said, images=images).chat_messages() == [
+        {"role": "system", "content": "look"},
+        {"role": "user", "content": [shown("png", "YQ=="), texts[0], shown("jpeg", "Yg=="), texts[1]]},
+        {"role": "user", "content": [shown("png", "Yw==")]},
+    ]
+    assert Task("u", said).chat_messages()[1] == {"role": "user", "content": "<image>or <image>?"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is here")

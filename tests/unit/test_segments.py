@@ -96,8 +96,9 @@ STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 99), st.boolea
 def attempt_of(sampler: Sampler, room: int, max_prompt_tokens: int | None = None, max_calls: int = 2000) -> Attempt:
     longest = sampler.info.max_model_tokens
     first = SampleRequest("r", (), trajectory_pb2.SamplingParams(temperature=1, max_tokens=longest), 1)
-    limits, tokenizer = Limits(max_prompt_tokens or longest, max_calls, room, time.monotonic() + 600), sampler.tokenizer
-    return Attempt(first, limits, cast(Any, sampler), tokenizer, PromptThread(tokenizer, longest), None)
+    limits = Limits(max_prompt_tokens or longest, max_calls, room, 0, time.monotonic() + 600)
+    prompts = PromptThread(sampler.tokenizer, longest)
+    return Attempt(first, limits, cast(Any, sampler), sampler.tokenizer, prompts, None, asyncio.Semaphore())
 
 
 async def played(tokenizer: ChatTokenizer, steps: list[Any], room: int) -> tuple[Attempt, Sampler, list[Call]]:

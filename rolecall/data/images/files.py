@@ -127,6 +127,16 @@ def _image(value: object, folder: Path, where: str) -> ImageFile:
     return ImageFile(found.st_size, path)
 
 
+def media_type(data: bytes) -> str:
+    """The type of a file that `open_image` reads, as "image/jpeg"; where its format has none, that of any file.
+    InvalidInputError where it holds no image.
+    """
+    from PIL import Image
+
+    with _in_words():
+        return Image.MIME.get(_by_head(data).format or "", "application/octet-stream")
+
+
 def open_image(data: bytes) -> "Image":
     """The pixels of a file, RGB, upright, on white where it is transparent, of its first frame. InvalidInputError where
     it holds none, more than MAX_PIXELS, or numbers that are no colours of 8 bits.

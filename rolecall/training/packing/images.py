@@ -2,8 +2,8 @@
 microbatch.
 
 A row's tokens hold an image's placeholder once for each feature that the tower makes of it. In each of its sequences
-the first of the row's images stand one after another, from the first placeholder on: a segment shows those that its
-conversation had shown by then. A placeholder that a policy sampled behind all of them is a token like any other.
+that one's own images (pieces.py) stand one after another, from the first placeholder on. A placeholder that a policy
+sampled behind all of them is a token like any other.
 
 All of it happens on the host, where an image's patches are once, whatever shows it, until the microbatches that do are
 computed. Which pixels a tower is given is image_processor.py's to say; it is imported where a reader is made, which
@@ -95,12 +95,13 @@ class ReadImages:
 
     def check(self, row: Mapping[str, Array]) -> None:
         """InvalidInputError when a whole row (token_ids and IMAGES) has more images than its tokens show."""
-        num_files, num_runs = len(Images.FromString(row[IMAGES].tobytes()).files), self._num_runs(row["token_ids"])
-        if num_runs < num_files:
-            raise InvalidInputError(f"a row has {num_files} images, and its tokens show {num_runs}")
+        images, num_runs = Images.FromString(row[IMAGES].tobytes()), self._num_runs(row["token_ids"])
+        num_shown = sum(len(each.files) for each in images.segments) if images.segments else len(images.files)
+        if num_runs < num_shown:
+            raise InvalidInputError(f"a row has {num_shown} images, and its tokens show {num_runs}")
 
     def shown_by(self, token_ids_T: Array, column: Array) -> list[bytes]:
-        """The files that a sequence shows, in order: the first of its row's, whose IMAGES are `column`."""
+        """The files that a sequence shows, in order: the first of those in `column`, its own IMAGES."""
         num_runs = self._num_runs(token_ids_T)
         return list(Images.FromString(column.tobytes()).files[:num_runs]) if num_runs else []
 

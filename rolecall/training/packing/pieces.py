@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rolecall.columns import IMAGES, column
+from rolecall.v1.trajectory_pb2 import Images
 from rolecall.wire import Array
 
 
@@ -25,6 +26,8 @@ class Piece:
     """Where in the row it begins, in tokens."""
     lengths: tuple[int, ...]
     """Tokens of each segment."""
+    first: int = 0
+    """The number of its first segment in the row."""
 
     @property
     def num_tokens(self) -> int:
@@ -33,11 +36,23 @@ class Piece:
 
     def segments(self, row: Mapping[str, Array]) -> Iterator[dict[str, Array]]:
         """Each segment's own columns: per-token ones, which are all that `row` may have beside its images."""
-        start = self.start
-        for length in self.lengths:
+        start, images = self.start, self._images(row)
+        for number, length in enumerate(self.lengths):
             own = slice(start, start + length)
-            yield {name: array if name == IMAGES else array[own] for name, array in row.items()}
+            shown = {} if images is None else {IMAGES: images[number]}
+            yield {**{name: array[own] for name, array in row.items() if name != IMAGES}, **shown}
             start += length
+
+    def _images(self, row: Mapping[str, Array]) -> Sequence[Array] | None:
+        """The column IMAGES of each segment; None where `row` has none."""
+        if IMAGES not in row:
+            return None
+        images = Images.FromString(row[IMAGES].tobytes())
+        if not images.segments:
+            return [row[IMAGES]] * len(self.lengths)
+        shown = images.segments[self.first : self.first + len(self.lengths)]
+        own = [Images(files=[images.files[index] for index in each.files]) for each in shown]
+        return [np.frombuffer(each.SerializeToString(), np.uint8) for each in own]
 
 
 def whole(num_tokens: Sequence[int]) -> list[Piece]:
@@ -51,13 +66,13 @@ def cut(segments: Sequence[Sequence[int]], token_budget: int, *, between_segment
     """
     pieces = []
     for row, lengths in enumerate(segments):
-        start, taken = 0, list[int]()
+        start, first, taken = 0, 0, list[int]()
         for length in lengths:
             if between_segments and taken and sum(taken) + length > token_budget:
-                pieces.append(Piece(row, start, tuple(taken)))
-                start, taken = start + sum(taken), []
+                pieces.append(Piece(row, start, tuple(taken), first))
+                start, first, taken = start + sum(taken), first + len(taken), []
             taken.append(length)
-        pieces.append(Piece(row, start, tuple(taken)))
+        pieces.append(Piece(row, start, tuple(taken), first))
     return pieces
 
 

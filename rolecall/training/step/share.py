@@ -198,7 +198,9 @@ class _RowsRead:
 
     def counts(self, indices: Sequence[int]) -> Counts:
         """Counts what is trained of the pieces `indices`."""
-        segments, places = self._segments(indices)
+        # without images: segments that show unlike ones have copies of the files, here those of a whole mini-batch
+        text = [{name: array for name, array in row.items() if name != IMAGES} for row in self.rows]
+        segments, places = replace(self, rows=text)._segments(indices)
         return local_counts(segments, trajectories=places)
 
     def joined(self, indices: Sequence[int], computed: Sequence[Row]) -> dict[int, dict[str, Array]]:

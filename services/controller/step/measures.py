@@ -35,7 +35,7 @@ EPISODE_ENDS = {
 """Names of the shares of episodes by what ended them."""
 MASKED = ("row_full", "unseen")
 """Reasons why tokens of an episode that an agent ran are not trained on."""
-BRANCHES = ("history", "fork", "tools", "template")
+BRANCHES = ("history", "fork", "tools", "template", "images")
 """Reasons why a call of an agent began a branch, beside the first."""
 INFO_TIMEOUT_S = 5.0
 """Deadline of a rollout's GetInfo, which blocks on nothing."""

@@ -1,14 +1,15 @@
 """One episode whose agent calls the policy by itself: what each of its calls goes on from.
 
 Owns who follows whom: a call whose messages are those of an earlier one, what the policy said to it, and new ones
-behind that, goes on from that one. Any other begins a branch, rendered anew and counted by cause. Turns, ids and the
-row that they become are turns/tree.py's. Knows no HTTP and no environment. Bound: max_calls calls.
+behind that, goes on from that one. Any other begins a branch, rendered anew and counted by cause. Images are the same
+where their files are. Turns, ids and the row that they become are turns/tree.py's. Knows no HTTP and no environment.
+Bounds: max_calls calls; images of max_image_bytes beside the row's own.
 """
 
 import asyncio
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,21 @@ from rolecall.data.json_text import parse_json
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import InvalidInputError, PromptTooLongError
 from rolecall.v1 import trajectory_pb2
-from services.rollout.harness.calls import ChatCall, ChatMessage, RefusedError, Reply, as_key, call_id
+from services.rollout.harness.calls import (
+    DIGEST,
+    ChatCall,
+    ChatMessage,
+    RefusedError,
+    Reply,
+    as_key,
+    bad,
+    call_id,
+    digests_of,
+)
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
 from services.rollout.turns.prompts import PromptThread
+from services.rollout.turns.shown import ShownImage, read_images
 from services.rollout.turns.tool_calls import SessionCalls, ToolCalls
 from services.rollout.turns.tree import Tree, Turn, TurnPrompt
 
@@ -33,6 +45,8 @@ class Limits:
     max_calls: int
     max_row_tokens: int
     """Most tokens of all segments together, at least those of one."""
+    max_image_bytes: int
+    """Most bytes of the distinct images that it shows beside those of its row."""
     ends_at: float
     """Monotonic time after which no call is taken, and the one under way ends."""
 
@@ -48,9 +62,11 @@ class Attempt:
         tokenizer: ChatTokenizer,
         prompts: PromptThread,
         tool_calls: ToolCalls | None,
+        opening: asyncio.Semaphore,
     ) -> None:
-        """`first` is the request for a single response; its prompt is not used. `tool_calls`: None where the run names
-        no parser of them, so that they are text.
+        """`first` is the request for a single response, whose prompt is not used, and whose images are the row's own.
+        `tool_calls`: None where the run names no parser of them, so that they are text. `opening`: held while images
+        are open.
         """
         self._first = first
         self._limits = limits
@@ -60,6 +76,10 @@ class Attempt:
         self._readers: dict[str, SessionCalls] = {}
         """Readers of calls of tools, by the tools."""
         self._prompts = prompts
+        self._opening = opening
+        self._own_images = {hashlib.sha256(file).hexdigest() for file in first.images}
+        self._images: dict[str, ShownImage] = {}
+        """The images of calls that were taken, by their digest."""
         self._tree = Tree(first, prompts.continuation, limits.max_row_tokens)
         self._in_order = asyncio.Lock()
         """Held while a call gets its prompt and its number, so that calls at once are numbered as they came."""
@@ -68,15 +88,18 @@ class Attempt:
         self._told: set[bytes] = set()
         """What must stand before one that goes on from any turn, whatever its tools."""
         self.refused_by = ""
-        """The budget that refused a call, "turns" or "time"; empty: none did."""
+        """The budget that refused a call, "turns", "time" or "images"; empty: none did."""
 
     async def answer(self, call: ChatCall) -> Reply:
         """Samples what the policy says to `call`. RefusedError where it may say nothing; errors as Replica.sample."""
         try:
             async with asyncio.timeout(self._limits.ends_at - time.monotonic()):
                 async with self._in_order:
-                    self._take()
-                    asked = await self._allowed(call)
+                    new = self._new_files(call)
+                    self._take(new)
+                    images = await self._opened(new)
+                    asked = await self._allowed(call, images)
+                    self._images = images
                     max_tokens = asked.room if call.max_tokens is None else min(asked.room, call.max_tokens)
                     number, request = self._tree.request(asked, max_tokens)
                 response = await self._replica.sample(request)
@@ -89,7 +112,8 @@ class Attempt:
         """Tokens of the prompt that `call` would have, which is not made. RefusedError where it cannot be rendered, or
         is longer than any may be.
         """
-        prompt = await self._prompts.run(lambda: self._prompt(call))
+        images = await self._opened(self._new_files(call))
+        prompt = await self._prompts.run(lambda: self._prompt(call, images))
         return len(prompt.token_ids)
 
     def seen(self, number: int) -> None:
@@ -112,22 +136,52 @@ class Attempt:
 
     # --- one call -----------------------------------------------------------------------------------
 
-    def _take(self) -> None:
+    def _new_files(self, call: ChatCall) -> Mapping[str, bytes]:
+        """The files of the images of `call` that no call which was taken has shown, by their digest."""
+        new = {digest: file for digest, file in call.files.items() if digest not in self._images}
+        if not self._limits.max_image_bytes and new.keys() - self._own_images:
+            raise bad(
+                "the run shows its policy no images of an agent, but those of the row where it has some: set "
+                "environment.max_image_bytes, for a model that sees images"
+            )
+        return new
+
+    def _take(self, new: Mapping[str, bytes]) -> None:
         if time.monotonic() >= self._limits.ends_at:
             raise self._spent("time")
         if self._tree.num_begun >= self._limits.max_calls:
             raise self._spent("turns")
+        files = {**{digest: image.file for digest, image in self._images.items()}, **new}
+        num_bytes = sum(len(file) for digest, file in files.items() if digest not in self._own_images)
+        if num_bytes > self._limits.max_image_bytes:
+            raise self._spent("images")
 
     def _spent(self, budget: str) -> RefusedError:
         self.refused_by = budget
-        what = "time is" if budget == "time" else f"{self._limits.max_calls} calls are"
+        what = {
+            "time": "time is",
+            "turns": f"{self._limits.max_calls} calls are",
+            "images": f"{self._limits.max_image_bytes} bytes of images (environment.max_image_bytes) are",
+        }[budget]
         return RefusedError(403, "episode_over", f"the episode's {what} spent; end it as it stands")
 
-    async def _allowed(self, call: ChatCall) -> TurnPrompt:
+    async def _opened(self, new: Mapping[str, bytes]) -> dict[str, ShownImage]:
+        """The images of the calls that were taken, and those in `new`. RefusedError where one cannot be shown."""
+        tokens = self._prompts.visual_tokens
+        if not new or tokens is None:
+            return self._images
+        try:
+            async with self._opening:  # bounded: by generation_timeout_s of whoever asks, as what is inside
+                images = await asyncio.to_thread(read_images, new.values(), tokens)
+        except InvalidInputError as error:
+            raise bad(f"an image cannot be shown: {error.message}") from error
+        return {**self._images, **dict(zip(new, images, strict=True))}
+
+    async def _allowed(self, call: ChatCall, images: Mapping[str, ShownImage]) -> TurnPrompt:
         """The prompt of the answer to `call`. RefusedError where a conversation has no room, or begins with too
         much.
         """
-        asked = await self._prompts.run(lambda: self._prompt(call))
+        asked = await self._prompts.run(lambda: self._prompt(call, images))
         begins = asked.branch in ("first", "history", "tools")
         if begins and len(asked.token_ids) > self._limits.max_prompt_tokens:
             raise _too_long(
@@ -140,22 +194,24 @@ class Attempt:
             )
         return asked
 
-    def _prompt(self, call: ChatCall) -> TurnPrompt:
-        """The prompt of the answer to `call`, in the thread of prompts. RefusedError where it cannot be rendered, or is
-        longer than any may be.
+    def _prompt(self, call: ChatCall, images: Mapping[str, ShownImage]) -> TurnPrompt:
+        """The prompt of the answer to `call`, which shows some of `images`, in the thread of prompts. RefusedError
+        where it cannot be rendered, or is longer than any may be.
         """
         messages = tuple(_shown(each) for each in call.messages)
+        shown = tuple(images[digest] for message in call.messages for digest in digests_of(message))
         above, cause = self._above(call)
         try:
             if above is not None:
-                return self._tree.after(above, messages, call.tools)
-            ids = self._tree.rendered(messages, call.tools)
+                new = shown[len(above.prompt.images) :]
+                return self._tree.after(above, messages, call.tools, images=new)
+            ids = self._tree.rendered(messages, call.tools, shown)
         except PromptTooLongError as error:
             raise _too_long(error.message) from error
         except InvalidInputError as error:
             raise RefusedError(400, "invalid_request", error.message) from error
         longest = min(len(ids) + self._first.sampling.max_tokens, self._replica.info.max_model_tokens)
-        return TurnPrompt(None, messages, ids, longest, cause)
+        return TurnPrompt(None, messages, ids, longest, cause, shown)
 
     def _above(self, call: ChatCall) -> tuple[Turn | None, str]:
         """The turn of the longest conversation that `call` goes on from; else None and why there is none."""
@@ -209,7 +265,12 @@ class Attempt:
 
 
 def _shown(message: ChatMessage) -> dict[str, Any]:
-    """A message as chat templates are given it: arguments of calls as values, which they spell as the policy does."""
+    """A message as chat templates are given it: arguments of calls as values, which they spell as the policy does, and
+    images without their digests.
+    """
+    content = message["content"]
+    if not isinstance(content, str):
+        message = {**message, "content": [{name: part[name] for name in part if name != DIGEST} for part in content]}
     calls = [
         {**call, "function": {**call["function"], "arguments": _value(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())

@@ -4,10 +4,12 @@ Owns which fields are left unheeded: the run's own sampling settings rule, whate
 that translates: a request's body to a ChatCall, a Reply to what its clients expect. Knows no server and no tokens.
 """
 
+import base64
+import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from services.rollout.turns.tool_calls import schema_problem
@@ -15,7 +17,15 @@ from services.rollout.turns.tool_calls import schema_problem
 MODEL = "policy"
 """Name of the policy at the endpoint, whatever was asked for."""
 ChatMessage: TypeAlias = Mapping[str, Any]
-"""A message as chat templates are given it, in the one form in which two are compared."""
+"""A message as chat templates are given it, in the one form in which two are compared. Its content is text, or a list
+of parts where it shows images, each of which says the digest of its file.
+"""
+Files: TypeAlias = dict[str, bytes]
+"""The files of images by their digest."""
+ImageOf: TypeAlias = Callable[[Mapping[str, Any]], bytes | None]
+"""The reader of a dialect's own parts: the file of an image, None for a part that is none."""
+DIGEST = "digest"
+"""Name under which a part that is an image says the digest of its file."""
 Event: TypeAlias = tuple[str, Any]
 """An event of a stream: its name, empty for none, and what goes with it: text, or a value for JSON."""
 
@@ -48,6 +58,8 @@ class ChatCall:
     """Messages at its beginning that a call which names it as its previous one does not take over."""
     is_stored: bool = True
     """Whether a later call may name it as its previous one."""
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """The files of the images that came with it, by their digest."""
 
 
 @dataclass(frozen=True)
@@ -148,19 +160,70 @@ def set_of(fields: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, ...]
 
 def text_of(content: Any, kinds: tuple[str, ...]) -> str:
     """Text, of parts of these kinds one after another. RefusedError for any other part."""
+    text = content_of(content, kinds, lambda _: None, {})
+    assert isinstance(text, str)
+    return text
+
+
+def content_of(content: Any, kinds: tuple[str, ...], image_of: ImageOf, files: Files) -> str | list[Mapping[str, str]]:
+    """Text, of parts of these kinds one after another; or parts, texts and images in turn, where `image_of` finds an
+    image among them. Adds its file to `files`. RefusedError for any other part.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise bad("the content of a message is neither text nor parts")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds or not isinstance(part.get("text"), str):
-            raise bad(f"a part of a message is {kind!r}, and this release reads text alone")
-        texts.append(part["text"])
-    return "".join(texts)
+    parts, texts = list[Mapping[str, str]](), list[str]()
+    for part in [*content, None]:
+        file = image_of(part) if isinstance(part, dict) else None
+        if file is None and part is not None:
+            texts.append(_text(part, kinds))
+            continue
+        if file is not None or parts:
+            text, texts = "".join(texts), []
+            parts += [{"type": "text", "text": text}] if text else []
+        if file is not None:
+            digest = hashlib.sha256(file).hexdigest()
+            files[digest] = file
+            parts.append({"type": "image", DIGEST: digest})
+    return parts or "".join(texts)
+
+
+def digests_of(message: ChatMessage) -> list[str]:
+    """The digests of the images that a message shows, in order."""
+    content = message["content"]
+    return [] if isinstance(content, str) else [part[DIGEST] for part in content if DIGEST in part]
+
+
+def file_in(url: Any) -> bytes:
+    """The file in a URL of the kind data:image/png;base64,... RefusedError for any other: nothing is fetched."""
+    head, comma, data = url.partition(",") if isinstance(url, str) else ("", "", "")
+    if not comma or not head.startswith("data:") or not head.endswith(";base64"):
+        raise bad(
+            f"an image is given as {str(url)[:80]!r}: send the file itself, as data:image/png;base64,... (nothing is "
+            "fetched here)"
+        )
+    return file_of(data)
+
+
+def file_of(data: Any) -> bytes:
+    """The bytes in base64. RefusedError where it is none."""
+    try:
+        file = base64.b64decode(data, validate=True) if isinstance(data, str) else b""
+    except ValueError as error:
+        raise bad(f"an image is no base64: {error}") from error
+    if not file:
+        raise bad("an image has no data")
+    return file
+
+
+def _text(part: Any, kinds: tuple[str, ...]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in kinds or not isinstance(part.get("text"), str):
+        raise bad(f"a part of a message is {kind!r}, which is not read here; text is, and images of a user or a tool")
+    return str(part["text"])
 
 
 def call_id(number: int, index: int) -> str:

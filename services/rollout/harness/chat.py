@@ -1,6 +1,6 @@
 """OpenAI's chat completions, in which the policy's own calls are written: pure functions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from services.rollout.harness.calls import (
@@ -9,12 +9,15 @@ from services.rollout.harness.calls import (
     ChatCall,
     ChatMessage,
     Event,
+    Files,
     RefusedError,
     Reply,
     at_least_one,
     bad,
     called,
+    content_of,
     fields_of,
+    file_in,
     listed,
     set_of,
     shown_tool,
@@ -41,6 +44,8 @@ UNHEEDED = (
 """Fields that would change what is sampled, or tell more of it; they are left unheeded, and said so once."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _PARTS = ("text", "input_text", "output_text")
+_SHOWING = ("user", "tool")
+"""Roles whose messages may show images."""
 
 
 def read(body: bytes, answered: Answered) -> ChatCall:
@@ -51,14 +56,15 @@ def read(body: bytes, answered: Answered) -> ChatCall:
         raise bad("messages must be a list with at least one message")
     if fields.get("n") not in (None, 1):
         raise bad("n must be 1: ask again for another answer")
-    options = fields.get("stream_options") or {}
+    options, files = fields.get("stream_options") or {}, Files()
     return ChatCall(
-        messages=tuple(_message(message, answered) for message in messages),
+        messages=tuple(_message(message, answered, files) for message in messages),
         tools=tuple(_tool(tool) for tool in listed(fields, "tools")),
         max_tokens=at_least_one(fields, "max_completion_tokens", "max_tokens"),
         streams=bool(fields.get("stream")),
         wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
         unheeded=set_of(fields, UNHEEDED),
+        files=files,
     )
 
 
@@ -119,18 +125,27 @@ def _usage(reply: Reply) -> dict[str, Any]:
     }
 
 
-def _message(message: Any, answered: Answered) -> ChatMessage:
+def _message(message: Any, answered: Answered, files: Files) -> ChatMessage:
     if not isinstance(message, dict):
         raise bad("a message is no object")
     role = _ROLES.get(str(message.get("role")))
     if role is None:
         raise bad(f"messages of the role {message.get('role')!r} are not known; there are {', '.join(_ROLES)}")
-    read: dict[str, Any] = {"role": role, "content": text_of(message.get("content"), _PARTS)}
+    content = message.get("content")
+    shown = content_of(content, _PARTS, _image, files) if role in _SHOWING else text_of(content, _PARTS)
+    read: dict[str, Any] = {"role": role, "content": shown}
     if calls := listed(message, "tool_calls"):
         read["tool_calls"] = [_call(call, answered) for call in calls]
     if message.get("tool_call_id"):
         read["tool_call_id"] = str(message["tool_call_id"])
     return read
+
+
+def _image(part: Mapping[str, Any]) -> bytes | None:
+    if part.get("type") != "image_url":
+        return None
+    given = part.get("image_url")
+    return file_in(given.get("url") if isinstance(given, dict) else given)
 
 
 def _call(call: Any, answered: Answered) -> dict[str, Any]:

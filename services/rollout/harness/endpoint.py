@@ -13,7 +13,7 @@ import logging
 import resource
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
@@ -220,7 +220,7 @@ class Endpoint:
             if not opened.failed.done():
                 opened.failed.set_result(error)
             raise RefusedError(503, "unavailable", error.message) from error
-        opened.answered[reply.number] = call, reply
+        opened.answered[reply.number] = replace(call, files={}), reply  # the attempt has those that are shown, once
         return reply
 
     def _tell(self, unheeded: tuple[str, ...]) -> None:

@@ -10,12 +10,15 @@ from services.rollout.harness.calls import (
     ChatCall,
     ChatMessage,
     Event,
+    Files,
     RefusedError,
     Reply,
     at_least_one,
     bad,
     called,
+    content_of,
     fields_of,
+    file_of,
     listed,
     set_of,
     shown_tool,
@@ -45,7 +48,8 @@ _TEXT = ("text",)
 def read(body: bytes, answered: Answered) -> ChatCall:
     """The call in the body of a request. RefusedError says what cannot be answered."""
     fields = fields_of(body)
-    said = [each for message in listed(fields, "messages") for each in _messages(message, answered)]
+    files = Files()
+    said = [each for message in listed(fields, "messages") for each in _messages(message, answered, files)]
     if not said:
         raise bad("messages must be a list with at least one message")
     if said[-1]["role"] == "assistant":
@@ -60,6 +64,7 @@ def read(body: bytes, answered: Answered) -> ChatCall:
         max_tokens=at_least_one(fields, "max_tokens"),
         streams=bool(fields.get("stream")),
         unheeded=set_of(fields, UNHEEDED),
+        files=files,
     )
 
 
@@ -129,7 +134,7 @@ def _system(system: Any) -> str:
     return "\n".join(block for block in blocks if not block.startswith(BILLING))
 
 
-def _messages(message: Any, answered: Answered) -> Iterator[ChatMessage]:
+def _messages(message: Any, answered: Answered, files: Files) -> Iterator[ChatMessage]:
     """A message as the messages that it stands for: results of tools are messages of their own."""
     if not isinstance(message, dict):
         raise bad("a message is no object")
@@ -139,7 +144,7 @@ def _messages(message: Any, answered: Answered) -> Iterator[ChatMessage]:
     elif role == "assistant":
         yield _assistant(content, answered)
     elif role == "user":
-        yield from _user(content)
+        yield from _user(content, files)
     else:
         raise bad(f"messages of the role {role!r} are not known; there are user, assistant and system")
 
@@ -154,22 +159,35 @@ def _assistant(content: Any, answered: Answered) -> ChatMessage:
     return {**said, "tool_calls": [_call(use, answered) for use in uses]} if uses else said
 
 
-def _user(content: Any) -> Iterator[ChatMessage]:
+def _user(content: Any, files: Files) -> Iterator[ChatMessage]:
     if isinstance(content, str):
         yield {"role": "user", "content": content}
         return
-    texts: list[Any] = []
+    own: list[Any] = []
     for block in _sequence(content):
         if _kind(block) != "tool_result":
-            texts.append(block)
+            own.append(block)
             continue
-        if texts:
-            yield {"role": "user", "content": text_of(texts, _TEXT)}
-            texts = []
-        result = text_of(block.get("content"), _TEXT)
+        if own:
+            yield {"role": "user", "content": content_of(own, _TEXT, _image, files)}
+            own = []
+        result = content_of(block.get("content"), _TEXT, _image, files)
         yield {"role": "tool", "content": result, "tool_call_id": str(block.get("tool_use_id", ""))}
-    if texts:
-        yield {"role": "user", "content": text_of(texts, _TEXT)}
+    if own:
+        yield {"role": "user", "content": content_of(own, _TEXT, _image, files)}
+
+
+def _image(block: Mapping[str, Any]) -> bytes | None:
+    if _kind(block) != "image":
+        return None
+    source = block.get("source")
+    source = source if isinstance(source, dict) else {}
+    if source.get("type") != "base64":
+        raise bad(
+            f"the source of an image is {source.get('type')!r}: send the file itself, as base64 (nothing is fetched "
+            "here)"
+        )
+    return file_of(source.get("data"))
 
 
 def _call(use: Mapping[str, Any], answered: Answered) -> dict[str, Any]:

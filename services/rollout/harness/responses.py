@@ -9,12 +9,15 @@ from services.rollout.harness.calls import (
     ChatCall,
     ChatMessage,
     Event,
+    Files,
     RefusedError,
     Reply,
     at_least_one,
     bad,
     called,
+    content_of,
     fields_of,
+    file_in,
     listed,
     number_in,
     set_of,
@@ -54,8 +57,8 @@ def read(body: bytes, answered: Answered) -> ChatCall:
             raise bad(f"{name} is not served: {remedy}")
     given = fields.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else listed(fields, "input")
-    before = _before(fields.get("previous_response_id"), answered)
-    messages = [*before, *_messages(items, answered)]
+    before, files = _before(fields.get("previous_response_id"), answered), Files()
+    messages = [*before, *_messages(items, answered, files)]
     if not messages:
         raise bad("input must be text, or a list with at least one item")
     instructions = fields.get("instructions")
@@ -70,6 +73,7 @@ def read(body: bytes, answered: Answered) -> ChatCall:
         unheeded=set_of(fields, UNHEEDED),
         num_instructions=len(opening),
         is_stored=fields.get("store") is not False,
+        files=files,
     )
 
 
@@ -186,16 +190,16 @@ def _before(id: Any, answered: Answered) -> Sequence[ChatMessage]:
     return [*call.messages[call.num_instructions :], reply.message]
 
 
-def _messages(items: Sequence[Any], answered: Answered) -> list[ChatMessage]:
+def _messages(items: Sequence[Any], answered: Answered, files: Files) -> list[ChatMessage]:
     """Items as messages: calls of tools belong to the assistant's message before them."""
     messages: list[dict[str, Any]] = []
     for item in items:
         read = _referred(item, answered)
         kind = read.get("type", "message")
         if kind == "message":
-            messages.append(_message(read))
+            messages.append(_message(read, files))
         elif kind == "function_call_output":
-            result = text_of(read.get("output"), _PARTS)
+            result = content_of(read.get("output"), _PARTS, _image, files)
             messages.append({"role": "tool", "content": result, "tool_call_id": str(read.get("call_id", ""))})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
@@ -221,11 +225,21 @@ def _referred(item: Any, answered: Answered) -> Mapping[str, Any]:
     raise bad(f"the item {item.get('id')!r} is none of this episode that was to be stored")
 
 
-def _message(item: Mapping[str, Any]) -> dict[str, Any]:
+def _message(item: Mapping[str, Any], files: Files) -> dict[str, Any]:
     role = _ROLES.get(str(item.get("role")))
     if role is None:
         raise bad(f"messages of the role {item.get('role')!r} are not known; there are {', '.join(_ROLES)}")
-    return {"role": role, "content": text_of(item.get("content"), _PARTS)}
+    content = item.get("content")
+    shown = content_of(content, _PARTS, _image, files) if role == "user" else text_of(content, _PARTS)
+    return {"role": role, "content": shown}
+
+
+def _image(part: Mapping[str, Any]) -> bytes | None:
+    if part.get("type") != "input_image":
+        return None
+    if part.get("file_id"):
+        raise bad("an image is named by file_id, and no files are kept here: send it as image_url, data:...")
+    return file_in(part.get("image_url"))
 
 
 def _tool(tool: Any) -> Any:

@@ -30,6 +30,7 @@ class RunLimits:
     max_prompt_tokens: int
     max_calls: int
     max_row_tokens: int
+    max_image_bytes: int
 
 
 class AgentRuns:
@@ -43,12 +44,15 @@ class AgentRuns:
         tool_calls: ToolCalls | None,
         endpoint: Endpoint,
         prompts: PromptThread,
+        opening: asyncio.Semaphore,
     ) -> None:
+        """`opening`: held while images are open."""
         self._limits = limits
         self._replica = replica
         self._tokenizer = tokenizer
         self._tool_calls = tool_calls
         self._prompts = prompts
+        self._opening = opening
         self.endpoint = endpoint
 
     async def play(
@@ -65,8 +69,8 @@ class AgentRuns:
         """
         await self.endpoint.start()
         own = self._limits
-        limits = Limits(own.max_prompt_tokens, own.max_calls, own.max_row_tokens, ends_at)
-        attempt = Attempt(first, limits, self._replica, self._tokenizer, self._prompts, self._tool_calls)
+        limits = Limits(own.max_prompt_tokens, own.max_calls, own.max_row_tokens, own.max_image_bytes, ends_at)
+        attempt = Attempt(first, limits, self._replica, self._tokenizer, self._prompts, self._tool_calls, self._opening)
         key, failed = self.endpoint.open(attempt)
         asked = environment_pb2.RunEpisodeRequest(
             base_url=self.endpoint.base_url,

@@ -1,6 +1,6 @@
 """The words and images of an environment, as a chat template takes them, and the images beside them.
 
-Owns the reading of somebody else's images: one that cannot be shown loses its episode. Knows no budget.
+Owns the reading of somebody else's images: an environment's that cannot be shown loses its episode. Knows no budget.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from rolecall.errors import EpisodeLostError, InvalidInputError, PromptTooLongEr
 from rolecall.v1 import environment_pb2
 
 NUM_OPENED = 2
-"""Answers of environments of which an image is open at a time."""
+"""Answers of environments, and calls of agents, of which an image is open at a time."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,15 @@ def files_of(messages: Iterable[environment_pb2.Observation]) -> list[bytes]:
     return [part.image.data for message in messages for part in message.parts if part.HasField("image")]
 
 
+def read_images(files: Iterable[bytes], tokens: VisualTokens) -> tuple[ShownImage, ...]:
+    """The images in `files`. InvalidInputError when one cannot be shown. For a thread."""
+    return tuple(ShownImage(file, tokens.number(*open_image(file).size)) for file in files)
+
+
 def opened(files: Iterable[bytes], tokens: VisualTokens) -> tuple[ShownImage, ...]:
     """The images in files of an environment. EpisodeLostError when one cannot be shown. For a thread."""
     try:
-        return tuple(ShownImage(file, tokens.number(*open_image(file).size)) for file in files)
+        return read_images(files, tokens)
     except InvalidInputError as error:
         raise EpisodeLostError(f"the environment answered an image that cannot be shown: {error.message}") from error
 

@@ -145,16 +145,22 @@ class Tree:
         heard = messages[len(turn.prompt.messages) + 1 :]
         said = [message for each in turn.path() for message in (*each.heard, each.told)]
         conversation, all_images = shown or [*said, *heard], (*turn.prompt.images, *images)
-        added = self._continuation.ids(turn.token_ids, conversation, len(heard), tools, _num_tokens(all_images))
+        is_hidden = bool(images) and self.is_hidden_behind(turn.path())
+        counted = _num_tokens(all_images)
+        added = None if is_hidden else self._continuation.ids(turn.token_ids, conversation, len(heard), tools, counted)
         if added is None:
-            ids = self.rendered(shown or messages, tools, all_images)
-            return TurnPrompt(None, tuple(messages), ids, turn.prompt.longest, "template", all_images)
+            ids, cause = self.rendered(shown or messages, tools, all_images), "images" if is_hidden else "template"
+            return TurnPrompt(None, tuple(messages), ids, turn.prompt.longest, cause, all_images)
         branch = "fork" if turn.num_children else ""
         return TurnPrompt(turn, tuple(messages), [*turn.token_ids, *added], turn.prompt.longest, branch, all_images)
 
-    def has_sampled(self, token_id: int) -> bool:
-        """Whether a turn has this token."""
-        return any(token_id in turn.response.sample.token_ids for turn in self._turns)
+    def is_hidden_behind(self, turns: Iterable[Turn] | None = None) -> bool:
+        """Whether nobody could tell an image behind these turns, absent all, from a placeholder that was sampled in one
+        of them.
+        """
+        tokens = self._continuation.visual_tokens
+        told = self._turns if turns is None else turns
+        return tokens is not None and any(tokens.token_id in turn.response.sample.token_ids for turn in told)
 
     def request(self, prompt: TurnPrompt, max_tokens: int) -> tuple[int, SampleRequest]:
         """The number of the turn sampled from `prompt`, and the request for it."""
@@ -220,11 +226,12 @@ class Tree:
         assert response.episode is not None
         response.episode.tokens.CopyFrom(self._ledger(kept, seen))
         response.episode.num_cut_observation_tokens = self.num_cut_observation_tokens
-        # what a conversation shows later goes on from what it showed before: the longest has all of them
-        images = max((path[-1].prompt.images for path in paths), key=len)[len(self._first.images) :]
-        response.episode.num_images = len(images)
+        own = self._first.images
+        segments = [[image.file for image in path[-1].prompt.images] for path in paths]
+        others = [file for file in dict.fromkeys(file for files in segments for file in files) if file not in own]
+        response.episode.num_images = len(others)
         request = replace(self._first, prompt_token_ids=tuple(paths[0][0].prompt.token_ids))
-        return request, replace(response, images=tuple(image.file for image in images))
+        return request, replace(response, images=tuple(others), shown=_shown([*own, *others], segments))
 
     def _seen(self) -> set[Turn]:
         """The turns that somebody got: it says so, or went on from them."""
@@ -282,6 +289,14 @@ def _opening(path: Sequence[Turn], row_messages: Sequence[trajectory_pb2.Message
     opening, own = _plain(path[0].heard), len(row_messages)
     said = [(each.role, each.content) for each in opening[:own]]  # the row's messages mark nothing that is spelled
     return opening[own:] if said == [(each.role, each.content) for each in row_messages] else opening
+
+
+def _shown(files: Sequence[bytes], segments: Sequence[Sequence[bytes]]) -> tuple[tuple[int, ...], ...]:
+    """The index of each file that a segment shows; none where all segments show all `files` in their order."""
+    if all(list(shown) == list(files) for shown in segments):
+        return ()
+    index_of = {file: index for index, file in reversed([*enumerate(files)])}
+    return tuple(tuple(index_of[file] for file in shown) for shown in segments)
 
 
 def _num_tokens(images: Iterable[ShownImage]) -> list[int]:

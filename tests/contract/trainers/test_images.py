@@ -14,7 +14,7 @@ from rolecall.columns import IMAGES
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import RunSettings
 from rolecall.v1.training_pb2 import ComputeColumnRequest, TrainRequest
-from rolecall.v1.trajectory_pb2 import Images
+from rolecall.v1.trajectory_pb2 import Images, SegmentImages
 from rolecall.wire import Array
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3, write_vision
@@ -28,7 +28,7 @@ from tests.twins.served import (
     train,
     values_of,
 )
-from tests.vision_rig import SQUARE, TALL, WIDE, make_row, oracle_logprobs, oracle_model
+from tests.vision_rig import OTHER_WIDE, SQUARE, TALL, WIDE, make_row, oracle_logprobs, oracle_model
 
 PROMPTS: tuple[list[bytes], ...] = ([WIDE], [], [SQUARE, TALL])
 """The images that the groups show, in turn."""
@@ -96,6 +96,34 @@ async def test_segments_of_a_row_show_its_images_each(
         await actor.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows), timeout=60)
     for read in store.rows.read(rows, ["old_logprobs", "rollout_logprobs"]):
         np.testing.assert_allclose(read["old_logprobs"], read["rollout_logprobs"], atol=1e-4)
+
+
+@pytest.mark.parametrize("token_budget", [64, 512])
+async def test_segments_that_show_unlike_images_are_computed_each_with_its_own(
+    store: StoreUnderTest, make_run: MakeRun, batches: ShownBatches, token_budget: int
+) -> None:
+    """As an agent's are. Two have the same tokens and images of as many of them; one shows none of the row's."""
+    segments = [make_row(shown, [80, 81]) for shown in ([OTHER_WIDE], [WIDE], [], [SQUARE, WIDE])]
+    starts = np.cumsum([len(segment["token_ids"]) for segment in segments]).tolist()
+    images = Images(files=[WIDE, OTHER_WIDE, SQUARE], segments=[SegmentImages(files=each) for each in SHOWS])
+    row = {name: np.concatenate([each[name] for each in segments]) for name in ("token_ids", "response_mask")}
+    row[IMAGES] = np.frombuffer(images.SerializeToString(), np.uint8)
+    async with served_actor(make_run(actor={"token_budget": token_budget}), store) as (_, actor):
+        (good,) = (group.rows[0] for group in batches.sampled(1))
+        ref, (meta,) = store.rows.ref("77/0", "t", starts[-1], starts[:-1]), store.rows.read_meta([good])
+        store.rows.stage(ref, row, meta, 60)
+        await actor.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=[ref]), timeout=60)
+    (read,) = store.rows.read([ref], ["old_logprobs"])
+    model = oracle_model(batches.model)
+    with torch.no_grad():
+        alone = [oracle_logprobs(model, batches.model, each, meta.sampling.temperature).numpy() for each in segments]
+    sampled = row["response_mask"] == 1
+    np.testing.assert_allclose(read["old_logprobs"][sampled], np.concatenate(alone)[sampled], atol=1e-4)
+    assert np.abs(alone[0] - alone[1]).max() > 0.01, "another image would be seen"
+
+
+SHOWS = [[1], [0], [], [2, 0]]
+"""What each of those segments shows."""
 
 
 async def test_a_reference_and_a_critic_see_them_too(

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rolecall.columns import IMAGES
 from rolecall.settings import (
     Aggregation,
     AlgorithmSection,
@@ -25,7 +26,7 @@ from rolecall.training.objective.objectives import PolicyObjective, policy_colum
 from rolecall.training.packing.pack import Row, local_counts, pack
 from rolecall.training.packing.pieces import Piece, cut, join, whole
 from rolecall.training.packing.plan import plan_batch, plan_pieces
-from rolecall.v1.trajectory_pb2 import Coefficients
+from rolecall.v1.trajectory_pb2 import Coefficients, Images, SegmentImages
 
 CPU = torch.device("cpu")
 COST = CostModel(1.0, (AttentionCost(0.02),))
@@ -111,6 +112,19 @@ def test_what_the_forks_of_a_row_begin_with_is_computed_once() -> None:
     packed = pack(list(piece.segments(row)), [], temperature=1.0, device=CPU, trajectories=[0, 0, 0])
     assert packed.prefixes is not None
     assert packed.prefixes.num_saved == 40 + 41
+
+
+@pytest.mark.parametrize("token_budget", [7, 12, 100])
+def test_each_segment_has_its_own_images_in_whatever_piece_it_stands(token_budget: int) -> None:
+    shown = [[1], [], [0, 1, 0], [2, 1]]
+    images = Images(files=[b"a", b"b", b"c"], segments=[SegmentImages(files=each) for each in shown])
+    row = {**row_of([5, 2, 6, 4], 0), IMAGES: np.frombuffer(images.SerializeToString(), np.uint8)}
+    pieces = cut([[5, 2, 6, 4]], token_budget, between_segments=True)
+    segments = [segment for piece in pieces for segment in piece.segments(row)]
+    own = [Images.FromString(segment[IMAGES].tobytes()) for segment in segments]
+    assert [list(each.files) for each in own] == [[b"b"], [], [b"a", b"b", b"a"], [b"c", b"b"]]
+    assert not any(each.segments for each in own)
+    assert [len(segment["token_ids"]) for segment in segments] == [5, 2, 6, 4]
 
 
 SEQUENCE_LEVEL = [
