@@ -7,7 +7,7 @@ receives it. Knows no gRPC and no torch, so that a scorer's worker process start
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeAlias
@@ -177,11 +177,25 @@ BatchFunction: TypeAlias = Callable[[Sequence[Item]], Answers | Awaitable[Answer
 """A scorer of many items at a time, which may be a coroutine function."""
 
 
+def num_shown_in(messages: Iterable[trajectory_pb2.Message]) -> int:
+    """Images that messages show."""
+    return sum(each.content.count(IMAGE_MARK) - len(each.spelled) for each in messages)
+
+
+def images_of(meta: trajectory_pb2.TrajectoryMeta, column: trajectory_pb2.Images) -> list[bytes]:
+    """The files that the messages of a trajectory's item show, by its row's `column`: those of the prompt, then those
+    of the episode's messages, which are of the last segment and may begin anew.
+    """
+    of_prompt = column.files[: len(column.files) - meta.episode.num_images]
+    last = [column.files[at] for at in column.segments[-1].files] if column.segments else column.files
+    return [*of_prompt, *last[len(last) - num_shown_in(meta.episode.messages) :]]
+
+
 def score_item(
     meta: trajectory_pb2.TrajectoryMeta, token_ids: Array, images: Sequence[bytes] = ()
 ) -> reward_pb2.ScoreItem:
-    """The item for the trajectory of `meta`, `token_ids` (int32 [T]) and the files that its row shows, with every
-    field; RewardClient sends those that the scorer reads. `images` may be left out where no scorer reads them.
+    """The item for the trajectory of `meta`, `token_ids` (int32 [T]) and its `images_of`, with every field;
+    RewardClient sends those that the scorer reads. `images` may be left out where no scorer reads them.
     """
     ids = np.ascontiguousarray(token_ids, "<i4")
     response_ids = ids[meta.num_prompt_tokens :]
@@ -200,7 +214,7 @@ def score_item(
         group=meta.id.rpartition("/")[0],
     )
     item.images.extend(images)
-    if images and len(images) == meta.episode.num_images:  # none is the prompt's
+    if images and len(images) == num_shown_in(meta.episode.messages):  # none is the prompt's
         for message in item.messages[: len(meta.prompt.messages)]:
             message.spelled[:] = range(message.content.count(IMAGE_MARK))
     if meta.prompt.HasField("metadata"):

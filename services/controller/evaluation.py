@@ -24,7 +24,7 @@ from rolecall.data.dataset import load_prompts
 from rolecall.data.images.files import ImageFile
 from rolecall.errors import InvalidInputError, RoleCallError, ScorerError, UnavailableError
 from rolecall.scoring.client import RewardClient
-from rolecall.scoring.scores import Failure, Score, chunked, groups_of, score_item
+from rolecall.scoring.scores import Failure, Score, chunked, groups_of, num_shown_in, score_item
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.settings.deadlines import TOKENS_PER_S
 from rolecall.telemetry import Metrics
@@ -390,18 +390,20 @@ def _summarise_prompts(
 
 
 def _with_images(items: Sequence[reward_pb2.ScoreItem], shown: Mapping[str, _Response]) -> list[reward_pb2.ScoreItem]:
-    """Copies of `items` with the files that their prompts show. Those whose images are not here, or no more, are left
-    out with a warning.
+    """Copies of `items` with the files that their messages show. Those whose images are not here, or no more, are left
+    out with a warning; an episode's messages are known to show a prompt's where it has one.
     """
     whole = []
     for item in items:
         response, copy = shown[item.id], reward_pb2.ScoreItem()
-        if response.answer.meta.episode.num_images:
+        episode = response.answer.meta.episode
+        again = num_shown_in(episode.messages)
+        if episode.num_images or (again and len(response.images) != 1):
             logger.warning("held-out response %s is not scored: its environment's images are not kept", item.id)
             continue
         copy.CopyFrom(item)
         try:
-            copy.images[:] = _read(response.images)
+            copy.images[:] = _read(response.images) * (1 + again)
         except RoleCallError as error:
             logger.warning("held-out response %s is not scored: %s", item.id, error)
             continue

@@ -19,7 +19,7 @@ from rolecall.data.images.files import spelled_in
 from rolecall.errors import ScorerError, ScorerUnavailableError, UnavailableError
 from rolecall.reward import SERVICE_NAME, Scorer, description, new_server, one_by_one
 from rolecall.rpc.server import Server
-from rolecall.scoring.scores import Item, Score, score_item
+from rolecall.scoring.scores import Item, Score, images_of, score_item
 from rolecall.settings import ExternalScorer, RpcSection, RunSettings
 from rolecall.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
 from services.controller.groups.group_scorer import GroupScorer
@@ -74,6 +74,25 @@ def test_each_image_stands_where_the_text_says_so() -> None:
     assert conversation(item_for("what is <image>?", *later, images=[SECOND], num_shown=1)) == [
         ["what is <image>?"], ["I see an <image>"], [SECOND, " is it <image>"]
     ]  # fmt: skip
+
+
+def test_an_item_shows_its_prompts_images_and_those_of_the_last_segments_messages() -> None:
+    meta = trajectory_pb2.TrajectoryMeta()
+    meta.episode.num_images = 2
+    column = trajectory_pb2.Images(files=[FIRST, SECOND, JPEG])
+    later = said("user", "<image> and <image>", 0)
+
+    def shown(*segments: Sequence[int]) -> list[bytes]:
+        del column.segments[:]
+        column.segments.extend(trajectory_pb2.SegmentImages(files=each) for each in segments)
+        return images_of(meta, column)
+
+    assert shown() == [FIRST], "its messages show none"
+    meta.episode.messages.extend([said("user", "<image>"), later])
+    assert shown() == [FIRST, SECOND, JPEG]
+    assert shown([0, 1, 2], [0, 2, 2]) == [FIRST, JPEG, JPEG], "the last segment goes on from the prompt"
+    meta.episode.messages.insert(0, said("user", "<image>"))
+    assert shown([0, 1, 2], [0, 2, 1]) == [FIRST, FIRST, JPEG, SECOND], "the last segment begins anew"
 
 
 def test_what_is_spelled_is_no_image() -> None:

@@ -158,14 +158,6 @@ def open_image(data: bytes) -> "Image":
     return shown
 
 
-def media_type(data: bytes) -> str:
-    """The type of a file, as "image/png", by its head alone. InvalidInputError as `open_image`."""
-    from PIL import Image  # for those alone who open one
-
-    with _in_words():
-        return Image.MIME[_by_head(data).format or ""]
-
-
 def image_size(data: bytes) -> tuple[int, int]:
     """The sides of the image in a file, which `open_image` may turn, by the file's head alone. No pixel is computed,
     and what is broken behind the head is not found. InvalidInputError as `open_image`.

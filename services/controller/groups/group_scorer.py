@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import TypeAlias
 
 import numpy as np
@@ -29,7 +30,7 @@ from rolecall.errors import (
     UnavailableError,
 )
 from rolecall.scoring.client import RewardClient
-from rolecall.scoring.scores import Failure, Score, score_item
+from rolecall.scoring.scores import Failure, Score, images_of, num_shown_in, score_item
 from rolecall.settings import RunSettings
 from rolecall.store.rows import Rows
 from rolecall.trajectory import is_truncated, rows_of
@@ -198,16 +199,13 @@ class GroupScorer:
             raise ScorerUnavailableError(f"{error.reason}: {error.message}") from error
 
     def _images(self, refs: _Refs, metas: Sequence[trajectory_pb2.TrajectoryMeta]) -> list[Sequence[bytes]]:
-        """The files that each row shows; rows that show no more than their prompt are not read for it again."""
-        read = [ref for place, ref in enumerate(refs) if not place or ref.shown_image_bytes]
-        rows = self._rows.read(read, [IMAGES])
-        own = {
-            ref.id: trajectory_pb2.Images.FromString(row[IMAGES].tobytes()).files
-            for ref, row in zip(read, rows, strict=True)
-        }
-        first = own[refs[0].id]
-        of_prompt = first[: len(first) - metas[0].episode.num_images]
-        return [own.get(ref.id, of_prompt) for ref in refs]
+        """The files for each item; rows whose messages show no more than their prompt are not read for it again."""
+        read = [not place or num_shown_in(meta.episode.messages) > 0 for place, meta in enumerate(metas)]
+        rows = iter(self._rows.read(list(compress(refs, read)), [IMAGES]))
+        columns = [trajectory_pb2.Images.FromString(next(rows)[IMAGES].tobytes()) if each else None for each in read]
+        assert columns[0] is not None
+        of_prompt = columns[0].files[: len(columns[0].files) - metas[0].episode.num_images]
+        return [images_of(meta, each) if each else of_prompt for meta, each in zip(metas, columns, strict=True)]
 
     async def _reward_of(
         self,

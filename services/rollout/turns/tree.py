@@ -207,10 +207,12 @@ class Tree:
             raise EpisodeLostError("the environment's agent ended without an answer of the policy")
         paths = self._segments(seen)
         earned = self._earned({turn for path in paths for turn in path})
-        transcript, kept = Transcript(paths[0][0].prompt.token_ids, _opening(paths[0], row_messages)), set[Turn]()
+        own = self._first.images
+        opening = _opening(paths[0], row_messages, own)
+        transcript, kept = Transcript(paths[0][0].prompt.token_ids, opening), set[Turn]()
         for number, path in enumerate(paths):
             if number:
-                transcript.turned(path[0].prompt.token_ids, _opening(path, row_messages))
+                transcript.turned(path[0].prompt.token_ids, _opening(path, row_messages, own))
             for turn in path:
                 if turn.parent is not None:
                     transcript.heard(turn.prompt.token_ids[len(turn.parent.token_ids) :], _plain(turn.heard))
@@ -226,7 +228,6 @@ class Tree:
         assert response.episode is not None
         response.episode.tokens.CopyFrom(self._ledger(kept, seen))
         response.episode.num_cut_observation_tokens = self.num_cut_observation_tokens
-        own = self._first.images
         segments = [[image.file for image in path[-1].prompt.images] for path in paths]
         others = [file for file in dict.fromkeys(file for files in segments for file in files) if file not in own]
         response.episode.num_images = len(others)
@@ -284,11 +285,15 @@ class Tree:
         )
 
 
-def _opening(path: Sequence[Turn], row_messages: Sequence[trajectory_pb2.Message]) -> Sequence[trajectory_pb2.Message]:
+def _opening(
+    path: Sequence[Turn], row_messages: Sequence[trajectory_pb2.Message], row_images: Sequence[bytes]
+) -> Sequence[trajectory_pb2.Message]:
     """The messages before the first turn of a branch, without those of the row where it begins with them."""
     opening, own = _plain(path[0].heard), len(row_messages)
     said = [(each.role, each.content) for each in opening[:own]]  # the row's messages mark nothing that is spelled
-    return opening[own:] if said == [(each.role, each.content) for each in row_messages] else opening
+    shown = [image.file for image in path[0].prompt.images[: len(row_images)]]
+    begins = said == [(each.role, each.content) for each in row_messages] and shown == list(row_images)
+    return opening[own:] if begins else opening
 
 
 def _shown(files: Sequence[bytes], segments: Sequence[Sequence[bytes]]) -> tuple[tuple[int, ...], ...]:
