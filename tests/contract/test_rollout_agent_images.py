@@ -14,6 +14,7 @@ from openai import OpenAI
 from rolecall.columns import IMAGES
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment import Agent, Image, Policy
+from rolecall.scoring.scores import images_of
 from rolecall.training.packing.pieces import Piece
 from rolecall.trajectory import SAMPLED_COLUMNS, segment_lengths
 from rolecall.v1 import trajectory_pb2
@@ -532,6 +533,26 @@ async def test_what_an_agent_shows_beside_its_row_s_images_stands_behind_them(
         were_sampled(asked, row, meta, ref)
         assert files_of(row) == [OWN, SHOWN[0]]
         assert [files for _, files in segments_of(row, ref)] == [[], [SHOWN[0], OWN]]
+
+
+class Resizes(Agent):
+    """An agent that shows another image in the place of its row's, and says the row's text to it."""
+
+    def run(self, policy: Policy) -> float:
+        said: Any = self.task.chat_messages()
+        (shown,) = (part for message in said for part in message["content"] if part["type"] == "image_url")
+        shown["image_url"] = {"url": Image(SHOWN[0]).data_url}
+        with OpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            client.chat.completions.create(model=policy.model, messages=said)
+        return 0.5
+
+
+async def test_scorers_are_told_of_an_image_in_the_place_of_the_row_s(store: StoreUnderTest, tmp_path: Path) -> None:
+    _, played = await play(store, tmp_path, Resizes, [OWN])
+    for row, meta, _ in played:
+        assert [message.content.count("<image>") for message in meta.episode.messages] == [1]
+        images = trajectory_pb2.Images.FromString(row[IMAGES].tobytes())
+        assert images_of(meta, images) == [OWN, SHOWN[0]]
 
 
 async def test_a_row_whose_images_no_agent_shows_says_so(store: StoreUnderTest, tmp_path: Path) -> None:
