@@ -47,8 +47,8 @@ class SftCheckpoints:
             return 0
         if found.state.get("examples") != self._state["examples"]:
             raise CheckpointMismatchError(
-                f"{found.storage.url} was made with examples of other tokens; resume with the same data and tokenizer, "
-                "or start anew"
+                f"{found.storage.url} was made with examples of other tokens or files of images; resume with "
+                "the same data, images and tokenizer, or start anew"
             )
         storage, files = found.share(ROLE)
         mine = files[group.rank :: group.world_size]
