@@ -74,7 +74,12 @@ def require(settings: SftSettings) -> None:
         files["evaluation.path"] = (settings.evaluation.path,)
     for setting, file in files.items():
         examples = load_examples(file, settings.data, setting)
-        tokenize(islice(examples, NUM_TRIED), tokenizer, end, settings.data.max_tokens, visual_tokens)
+        tried = tokenize(islice(examples, NUM_TRIED), tokenizer, end, settings.data.max_tokens, visual_tokens)
+        if tried.unshown:
+            say(
+                f"starting  {setting}: {len(tried.unshown)} of the first examples cannot be shown and will be left "
+                f"out; the first: {tried.unshown[0]}\n"
+            )
         for _ in examples:
             pass  # each line is looked at
 
