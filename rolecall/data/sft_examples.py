@@ -69,6 +69,8 @@ class TokenizedExamples:
     """Hex, of what is trained on; of images their tokens and the lengths of their files."""
     images: tuple[RowImages, ...] = ()
     """Images by row; empty where examples are text."""
+    image_files: tuple[ImageFile, ...] = ()
+    """The images with a path that the file's rows name, also those that are left out, in their order."""
     unshown: tuple[str, ...] = ()
     """Why examples are left out whose images cannot be shown, each with its file and line."""
 
@@ -104,8 +106,9 @@ def tokenize(
     examples are text. `spool`: where images that the data set's file holds are put away; None: they are kept.
     """
     rows, digest, conversations = list[tuple[dict[str, Array], ...]](), hashlib.sha256(), Conversations(tokenizer, end)
-    images, unshown, num_too_long = list[RowImages](), list[str](), 0
+    images, image_files, unshown, num_too_long = list[RowImages](), list[ImageFile](), list[str](), 0
     for each in examples:
+        image_files += [image for image in each.images if image.path is not None]
         try:
             if each.response is None:
                 segments = conversations.segments(each.messages, each.tools)
@@ -130,7 +133,9 @@ def tokenize(
         if visual_tokens is not None:
             images.append(RowImages(tuple(map(spool.put, each.images)) if spool else each.images, each.where))
             digest.update(np.array([image.num_bytes for image in each.images], "<i8").tobytes())
-    return TokenizedExamples(tuple(rows), num_too_long, digest.hexdigest(), tuple(images), tuple(unshown))
+    return TokenizedExamples(
+        tuple(rows), num_too_long, digest.hexdigest(), tuple(images), tuple(image_files), tuple(unshown)
+    )
 
 
 def end_of_response(path: Path, tokenizer: ChatTokenizer) -> int:

@@ -38,15 +38,18 @@ def examples_of(model: Path, train: Path) -> TokenizedExamples:
     return tokenize(loaded, ChatTokenizer(model), EOS_TOKEN_ID, TOKEN_BUDGET, require_visual_tokens(model))
 
 
+def context_of(engine: FsdpEngine) -> RankContext:
+    """The context of this rank, which computes by `engine`."""
+    memory = PhaseMemory(engine.device)
+    group = CommandGroup.of_default()
+    return RankContext(engine, engine, group, engine.device, TOKEN_BUDGET, memory, StepRecorder(memory))
+
+
 def minibatches_of(
     engine: FsdpEngine, model: Path, examples: TokenizedExamples, reader: ImageReader | None = None
 ) -> Minibatches:
     """Minibatches of `examples` on this rank, which computes by `engine`."""
-    memory = PhaseMemory(engine.device)
-    context = RankContext(
-        engine, engine, CommandGroup.of_default(), engine.device, TOKEN_BUDGET, memory, StepRecorder(memory)
-    )
-    return Minibatches(context, examples, reader or ImageReader(model, torch.float32), between_segments=True)
+    return Minibatches(context_of(engine), examples, reader or ImageReader(model, torch.float32), between_segments=True)
 
 
 def rows_of(examples: TokenizedExamples, numbers: Sequence[int]) -> list[Row]:

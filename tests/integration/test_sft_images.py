@@ -19,17 +19,18 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from rolecall.commands.cli import main
-from rolecall.errors import ConfigError, StorageUnavailableError
-from rolecall.settings import LoraSection
+from rolecall.errors import CheckpointMismatchError, ConfigError, StorageUnavailableError
+from rolecall.settings import LoraSection, SftRunSection
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.packing.images import ImageReader
 from rolecall.training.packing.pack import local_counts
 from rolecall.training.sft import minibatches as sft_minibatches
+from rolecall.training.sft.checkpoints import SftCheckpoints
 from tests import forks
 from tests.integration.fsdp_oracle import assert_same_weights
 from tests.integration.fsdp_ranks import make_engine
-from tests.integration.sft_ranks import SECTION, examples_of, minibatches_of, rows_of, train_on_rank
+from tests.integration.sft_ranks import SECTION, context_of, examples_of, minibatches_of, rows_of, train_on_rank
 from tests.integration.test_sft import exported, metrics_of, sft, write_config
 from tests.tiny_models import VisionFamily, write_vision
 from tests.vision_rig import OTHER_WIDE, SQUARE, TALL, WIDE, oracle_logprobs, oracle_model
@@ -226,6 +227,20 @@ def test_an_image_whose_disk_is_away_is_waited_for_and_not_for_ever(
     (tmp_path / "wide.png").unlink()
     with pytest.raises(StorageUnavailableError, match=r"wide\.png cannot be read"):
         next(minibatches_of(make_engine(path), path, examples).of([[0]]))
+
+
+def test_a_checkpoint_names_the_image_that_is_another_than_it_was(paths: dict[str, Path], tmp_path: Path) -> None:
+    path, train = paths["qwen3_vl"], write_examples(tmp_path)
+    run = SftRunSection(name="warm", dir=tmp_path / "run", num_steps=1)
+    context = context_of(make_engine(path))
+    examples = examples_of(path, train)
+    checkpoints = SftCheckpoints(run, context, examples)
+    checkpoints.save(1)
+    checkpoints.wait_until_written()
+    assert SftCheckpoints(run, context, examples_of(path, train)).restore() == 1
+    (tmp_path / "square.png").write_bytes(SQUARE + b"x")
+    with pytest.raises(CheckpointMismatchError, match=r"files of 1 images, the first \S+square\.png; put them"):
+        SftCheckpoints(run, context, examples_of(path, train)).restore()
 
 
 # --- the command ------------------------------------------------------------------------------------

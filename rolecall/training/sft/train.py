@@ -120,7 +120,7 @@ class SftRank:
 
     def run(self, *, resume: bool) -> None:
         """Trains from the newest checkpoint, or the start, to the last step's checkpoint."""
-        checkpoints = SftCheckpoints(self._settings.run, self._context, self._examples.digest)
+        checkpoints = SftCheckpoints(self._settings.run, self._context, self._examples)
         if resume:
             _begin("loading the newest checkpoint")
         step = checkpoints.restore() if resume else 0
