@@ -83,7 +83,16 @@ _OF_BOTH = (
         lambda settings: settings.data.preprocess and _of_function(settings.data.preprocess),
         default=None,
     ),
+    Fixed(
+        "data.images_field", "it says what the prompts are", lambda settings: settings.data.images_field, default=None
+    ),
     Fixed("data.shuffle", "the place in the data is a number of rows", lambda settings: settings.data.shuffle),
+    Fixed(
+        "model.freeze_vision_tower",
+        "the checkpoints hold the state of what is trained",
+        lambda settings: settings.model.freeze_vision_tower,
+        default=False,
+    ),
     Fixed(
         "actor.lora",
         "the checkpoints hold these adapters",
@@ -95,15 +104,6 @@ _OF_BOTH = (
 FIXED = (
     Fixed("run.name", "the store's keys carry it", lambda settings: settings.run.name),
     *_OF_BOTH,
-    Fixed(
-        "model.freeze_vision_tower",
-        "the checkpoints hold the state of what is trained",
-        lambda settings: settings.model.freeze_vision_tower,
-        default=False,
-    ),
-    Fixed(
-        "data.images_field", "it says what the prompts are", lambda settings: settings.data.images_field, default=None
-    ),
     Fixed(
         "environment.max_image_bytes",
         "whether it is set says what rows hold and whether a vision tower is trained",

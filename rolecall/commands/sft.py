@@ -6,8 +6,11 @@ service is needed.
 
 import os
 import subprocess
+from itertools import islice
 
 from rolecall.data.adapter_files import check_start
+from rolecall.data.image_limits import check_sft_images
+from rolecall.data.megatron_limits import check_megatron, require_installed
 from rolecall.data.model_files import (
     check_parallel,
     check_routers,
@@ -51,6 +54,10 @@ def require(settings: SftSettings) -> None:
     read_model(path)
     check_trainable(path)
     check_parallel(path, actor.parallel)
+    if actor.backend == "megatron":
+        require_installed()
+        check_megatron(path, actor.parallel, actor.megatron, actor.num_ranks)
+    visual_tokens = check_sft_images(settings)
     if actor.moe is not None:
         check_routers(path)
     if (lora := adapters_to_begin_with(settings, settings.actor.lora)) is not None:
@@ -67,7 +74,14 @@ def require(settings: SftSettings) -> None:
         files["evaluation.path"] = (settings.evaluation.path,)
     for setting, file in files.items():
         examples = load_examples(file, settings.data, setting)
-        tokenize(examples[:NUM_TRIED], tokenizer, end, settings.data.max_tokens)
+        tried = tokenize(islice(examples, NUM_TRIED), tokenizer, end, settings.data.max_tokens, visual_tokens)
+        if tried.unshown:
+            say(
+                f"starting  {setting}: {len(tried.unshown)} of the first examples cannot be shown and will be left "
+                f"out; the first: {tried.unshown[0]}\n"
+            )
+        for _ in examples:
+            pass  # each line is looked at
 
 
 def sft(settings: SftSettings, *, resume: bool) -> int:

@@ -78,9 +78,9 @@ class Continuation:
         the conversation shows.
         """
         heard = conversation[len(conversation) - num_heard :]
-        num_before = len(image_tokens) - sum(map(_num_images, heard))
+        num_before = len(image_tokens) - sum(map(num_images_in, heard))
         if any(
-            self.problem(message["role"], with_tools=bool(tools), with_images=_num_images(message) > 0)
+            self.problem(message["role"], with_tools=bool(tools), with_images=num_images_in(message) > 0)
             for message in heard
         ):
             ids = self._looked_at(self._collapsed(before, num_before), conversation, tools)
@@ -142,7 +142,7 @@ class Continuation:
         before: list[list[ChatMessage]] = [[_ASKED], [_ASKED, _said(SAID), heard, _said("b"), heard]]
         if role != "system" and self._takes_system:
             before.append([_SYSTEM, _ASKED])
-        if _num_images(heard):
+        if num_images_in(heard):
             before.append([{"role": "user", "content": [*_IMAGE, *_words("a")]}])
         tails = set()
         for said, tools in product((SAID, THOUGHT), tools_shown):
@@ -265,6 +265,12 @@ def mark_of(shown: str) -> str | None:
     return next(iter(shown[: shown.find(PROBE_CALL[0])].split()), None)
 
 
+def num_images_in(message: ChatMessage) -> int:
+    """Images that a message shows."""
+    content = message["content"]
+    return 0 if isinstance(content, str) else sum(part["type"] == "image" for part in content)
+
+
 def _texts(said: Any) -> Iterator[str]:
     """Every text in a message, or in a part of one: its content, and names and arguments of its calls of tools."""
     if isinstance(said, str):
@@ -296,11 +302,6 @@ def _behind(pieces: Sequence[Piece], num_chars: int) -> list[Piece]:
             behind.append((text[num_chars:], is_plain))
         num_chars = max(0, num_chars - len(text))
     return behind
-
-
-def _num_images(message: ChatMessage) -> int:
-    content = message["content"]
-    return 0 if isinstance(content, str) else sum(part["type"] == "image" for part in content)
 
 
 def _words(text: str) -> Sequence[ChatMessage]:

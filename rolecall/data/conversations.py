@@ -7,11 +7,15 @@ said is rendered again, and where the template shows earlier turns otherwise, a 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rolecall.data.continuation import SAID, ChatMessage, Continuation, Tools, mark_of, shown_call
+from rolecall.data.continuation import SAID, ChatMessage, Continuation, Tools, mark_of, num_images_in, shown_call
+from rolecall.data.dataset import text_of_parts
+from rolecall.data.images.files import parts
+from rolecall.data.images.tokens import VisualTokens
 from rolecall.data.json_text import parse_json
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
@@ -22,6 +26,37 @@ TOOLS_FIELD = "tools"
 WEIGHT = "weight"
 """What a message of the assistant may have: 0, and it is context alone; 1, as without it, and it is trained."""
 _ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens of an example that are a sequence of their own, with one placeholder for each image."""
+
+    token_ids: Sequence[int]
+    mask: Sequence[int]
+    """1 on what is trained."""
+    num_images: int = 0
+    """How many of the example's images are shown: the first so many."""
+
+    def columns(self, visual_tokens: VisualTokens | None = None, numbers: Sequence[int] = ()) -> dict[str, Array]:
+        """The columns of the segment: token_ids int32 [T]; response_mask and loss_mask uint8 [T]. `numbers`: tokens of
+        each of the example's images, by which their placeholders are repeated where there are `visual_tokens`.
+        InvalidInputError where they do not stand for the images.
+        """
+        ids, mask = list(self.token_ids), list(self.mask)
+        if visual_tokens is not None:
+            shows = visual_tokens.token_id
+            if any(trained and token == shows for token, trained in zip(ids, mask, strict=True)):
+                raise InvalidInputError(f"what is trained spells the token of an image (id {shows}); leave it out")
+            times = iter(numbers[: self.num_images])
+            ids = visual_tokens.expanded(ids, numbers[: self.num_images])
+            mask = [
+                each
+                for token, trained in zip(self.token_ids, mask, strict=True)
+                for each in [trained] * (next(times) if token == shows else 1)
+            ]
+        trained_T = np.array(mask, np.uint8)
+        return {"token_ids": np.array(ids, np.int32), "response_mask": trained_T, "loss_mask": trained_T}
 
 
 class Conversations:
@@ -35,16 +70,16 @@ class Conversations:
         self._close = close_of_turn(tokenizer)
         self._mark = mark_of(shown_call(tokenizer))
 
-    def segments(self, messages: Sequence[ChatMessage], tools: Tools) -> list[dict[str, Array]]:
-        """Returns the segments of a conversation as `parse_conversation` gives it: token_ids int32 [T]; response_mask
-        and loss_mask uint8 [T], 1 on the turns that are trained and their ends. InvalidInputError when the template
-        cannot show it, or shows a turn so that its tokens cannot be told.
+    def segments(self, messages: Sequence[ChatMessage], tools: Tools) -> list[Segment]:
+        """Returns the segments of a conversation as `parse_conversation` gives it; trained are the turns that are to
+        be, and their ends. InvalidInputError when the template cannot show it, or shows a turn so that its tokens
+        cannot be told.
         """
         num_own = next(index for index, message in enumerate(messages) if message["role"] == _ASSISTANT)
         shown, num_heard = list(messages[:num_own]), 0
         self._check_tools(shown, tools)
         ids = self._continuation.opening(shown, tools, num_own)
-        found, mask = list[dict[str, Array]](), [0] * len(ids)
+        found, mask, num_images = list[Segment](), [0] * len(ids), sum(map(num_images_in, shown))
         for number, message in enumerate(messages[num_own:], num_own + 1):
             if message["role"] != _ASSISTANT:
                 shown.append(message)
@@ -53,16 +88,17 @@ class Conversations:
             if num_heard:
                 added = self._continuation.ids(ids, shown, num_heard, tools)
                 if added is None:
-                    found.append(columns(ids, mask))
+                    found.append(Segment(ids, mask, num_images))
                     ids, mask, added = [], [], self._continuation.opening(shown, tools, num_own)
                 ids, mask, num_heard = ids + added, mask + [0] * len(added), 0
+                num_images = sum(map(num_images_in, shown))
             try:
                 turn = self._turn(shown, message, tools)
             except InvalidInputError as error:
                 raise InvalidInputError(f"message {number}: {error.message}") from error
             ids, mask = ids + turn, mask + [message.get(WEIGHT, 1)] * len(turn)
             shown.append(self._told(turn, message))
-        return [each for each in [*found, columns(ids, mask)] if each["loss_mask"].any()]
+        return [each for each in [*found, Segment(ids, mask, num_images)] if any(each.mask)]
 
     def _turn(self, shown: Sequence[ChatMessage], message: ChatMessage, tools: Tools) -> list[int]:
         """The token ids of a turn, its end included."""
@@ -115,26 +151,24 @@ class Conversations:
             )
 
 
-def columns(token_ids: Sequence[int], mask: Sequence[int]) -> dict[str, Array]:
-    """The columns of a segment whose tokens with `mask` 1 are trained."""
-    trained = np.array(mask, np.uint8)
-    return {"token_ids": np.array(token_ids, np.int32), "response_mask": trained, "loss_mask": trained}
-
-
 def close_of_turn(tokenizer: ChatTokenizer) -> str:
     """Returns what the template puts after a text of the assistant that nothing follows."""
     turn = tokenizer.render([{"role": "user", "content": SAID}, {"role": _ASSISTANT, "content": SAID}], generate=False)
     return turn.rpartition(SAID)[2]
 
 
-def parse_conversation(value: Sequence[object], tools: object, where: str) -> tuple[tuple[ChatMessage, ...], Tools]:
+def parse_conversation(
+    value: Sequence[object], tools: object, where: str, *, shows_images: bool = False
+) -> tuple[tuple[ChatMessage, ...], Tools]:
     """The messages and tools of a conversation in OpenAI's form, as chat templates are given them: contents as text,
-    arguments of calls as objects. `tools`: a list, its JSON text, or None. ConfigError, which begins with `where`, says
-    what is wrong.
+    with `shows_images` those that show some as lists of parts; arguments of calls as objects. `tools`: a list, its JSON
+    text, or None. ConfigError, which begins with `where`, says what is wrong.
     """
     shown = _tools(tools, f"{where}, field {TOOLS_FIELD!r}")
     names = _names(shown)
-    messages = [_message(each, f"{where}, message {number}", names) for number, each in enumerate(value, 1)]
+    messages = [
+        _message(each, f"{where}, message {number}", names, shows_images) for number, each in enumerate(value, 1)
+    ]
     turns = [index for index, message in enumerate(messages) if message["role"] == _ASSISTANT]
     if turns[:1] == [0]:
         raise ConfigError(f"{where}: it begins with a turn of the assistant, which answers nobody; put a message first")
@@ -149,7 +183,7 @@ def parse_conversation(value: Sequence[object], tools: object, where: str) -> tu
     return tuple(messages), shown
 
 
-def _message(value: object, where: str, names: Sequence[str]) -> ChatMessage:
+def _message(value: object, where: str, names: Sequence[str], shows_images: bool) -> ChatMessage:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise ConfigError(f"{where}: not {{role: text, content: text}}: {str(value)[:200]}; mend it")
     # columns of files hold null where another row has something
@@ -158,12 +192,18 @@ def _message(value: object, where: str, names: Sequence[str]) -> ChatMessage:
     if not isinstance(calls, list) or (calls and not is_turn):
         raise ConfigError(f"{where}: tool_calls are a list, and the assistant's alone; mend it")
     content = message.setdefault("content", "" if calls else None)
+    if shows_images and isinstance(content, list):
+        if is_turn and any(isinstance(part, dict) and part.get("type") == "image" for part in content):
+            raise ConfigError(f"{where}: the assistant shows an image, and its turns are text; leave it out")
+        content = message["content"] = text_of_parts(content, where)
     if not isinstance(content, str) or (is_turn and not calls and not content.strip()):
         raise ConfigError(f"{where}: its content is no text: {str(value)[:200]}; write one")
     if is_turn and message.get(WEIGHT, 1) not in (0, 1):
         raise ConfigError(f"{where}: its {WEIGHT} is {message[WEIGHT]!r}; write 0 (context alone) or 1 (trained)")
     if not isinstance(message.get("reasoning_content", ""), str):
         raise ConfigError(f"{where}: its reasoning_content is no text: {str(value)[:200]}; mend it")
+    if shows_images and not is_turn:
+        message["content"] = parts(content)
     return {**message, "tool_calls": [_call(call, where, names) for call in calls]} if calls else message
 
 

@@ -263,7 +263,8 @@ def _parse(
         )
     place = f"{where}, field {data.prompt_field!r}"
     messages = parse_messages(row[data.prompt_field], place, shows_images=data.images_field is not None)
-    images = _images(row, where, folder, data.images_field, messages, place)
+    num_shown = sum(content.count(IMAGE_MARK) for _, content in messages)
+    images = images_of(row, where, folder, data.images_field, num_shown, place)
     if data.system_prompt is not None and messages[0][0] != "system":
         messages = (("system", data.system_prompt), *messages)
     known = {data.prompt_field, data.ground_truth_field, data.images_field, UID_FIELD}
@@ -282,19 +283,15 @@ def _parse(
     return RawPrompt(_uid(row, where, default_uid), messages, truth, metadata, where, truths[1:], images)
 
 
-def _images(
-    row: dict[str, Any],
-    where: str,
-    folder: Path | None,
-    field: str | None,
-    messages: Sequence[tuple[str, str]],
-    place: str,
+def images_of(
+    row: Mapping[str, Any], where: str, folder: Path | None, field: str | None, num_shown: int, place: str
 ) -> tuple[ImageFile, ...]:
-    """The images in `field` of a row whose `messages` stand at `place`. ConfigError where they show more, or fewer."""
+    """The images in `field` of a row, whose messages, which stand at `place`, show `num_shown`. ConfigError where it
+    has more, or fewer.
+    """
     if field is None:
         return ()
     images = read_images(row.get(field), folder, f"{where}, field {field!r}")
-    num_shown = sum(content.count(IMAGE_MARK) for _, content in messages)
     if num_shown != len(images):
         raise ConfigError(
             f"{place}: the messages show {num_shown} images, by {IMAGE_MARK} in a text or a part {{type: image}}, and "
@@ -418,13 +415,18 @@ def parse_messages(value: object, where: str, *, shows_images: bool = False) -> 
             )
         content = message.get("content") if isinstance(message, dict) else None
         if shows_images and isinstance(content, list):
-            content = "".join(_said(part, where) for part in content)
+            content = text_of_parts(content, where)
         if not isinstance(content, str) or not isinstance(message.get("role"), str):
             raise ConfigError(f"{where}: a message is not {{role: text, content: text}}: {str(message)[:200]}; mend it")
         messages.append((message["role"], content))
     if not any(content.strip() for _, content in messages):
         raise ConfigError(f"{where}: the prompt is empty; write one or remove the line")
     return tuple(messages)
+
+
+def text_of_parts(content: Sequence[object], where: str) -> str:
+    """The text of a message's parts, IMAGE_MARK for each that is an image. ConfigError for a part that is neither."""
+    return "".join(_said(part, where) for part in content)
 
 
 def _said(part: object, where: str) -> str:

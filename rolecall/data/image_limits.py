@@ -4,28 +4,29 @@ of its models see what prompts show. No torch.
 
 from collections.abc import Iterator
 
-from rolecall.data.images.tokens import FAMILIES, read_processor_digest, read_visual_tokens
+from rolecall.data.images.tokens import (
+    FAMILIES,
+    VisualTokens,
+    read_processor_digest,
+    read_visual_tokens,
+    require_visual_tokens,
+)
 from rolecall.data.model_files import ModelFacts, sees_images
 from rolecall.errors import ConfigError
-from rolecall.settings import CriticSection, ReferenceSection, RunSettings
+from rolecall.settings import CriticSection, ReferenceSection, RunSettings, SftSettings
 
 
 def check_images(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     """Yields a line on the vision tower of the run's model, which `facts` tell of, where it has one. ConfigError where
     a setting asks for what a model has not.
     """
-    path, freeze = settings.model.path, settings.model.freeze_vision_tower
-    if freeze and not sees_images(path):
-        raise ConfigError(f"model.freeze_vision_tower: model.path {path} has no vision tower; leave it out")
+    path = settings.model.path
+    _check_freeze(settings)
     if settings.shows_images:
         _check_others(settings)
     if not sees_images(path):
         return
-    if settings.model.dtype == "float16":
-        raise ConfigError(
-            f"model.dtype float16: model.path {path} is a model of text and images, whose rollouts and vision towers "
-            "were not tried in it; set bfloat16"
-        )
+    _check_dtype(settings)
     why = "as adapters are of the language model alone" if settings.actor.lora is not None else "as it is asked to"
     if not settings.shows_images:
         why = "as no images are shown (data.images_field, environment.max_image_bytes)"
@@ -34,6 +35,32 @@ def check_images(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         f"vision tower: {facts.num_tower_parameters / 1e6:,.2f}M of these parameters, "
         + (f"which stay as they are, {why}" if stays else "trained with the rest (model.freeze_vision_tower)")
     )
+
+
+def check_sft_images(settings: SftSettings) -> VisualTokens | None:
+    """The tokens of the images that examples of `rolecall sft` show; None: they are text. ConfigError as
+    `check_images`.
+    """
+    _check_freeze(settings)
+    if not settings.shows_images:
+        return None
+    tokens = require_visual_tokens(settings.model.path)
+    _check_dtype(settings)
+    return tokens
+
+
+def _check_freeze(settings: RunSettings | SftSettings) -> None:
+    path = settings.model.path
+    if settings.model.freeze_vision_tower and not sees_images(path):
+        raise ConfigError(f"model.freeze_vision_tower: model.path {path} has no vision tower; leave it out")
+
+
+def _check_dtype(settings: RunSettings | SftSettings) -> None:
+    if settings.model.dtype == "float16":
+        raise ConfigError(
+            f"model.dtype float16: model.path {settings.model.path} is a model of text and images, whose rollouts and "
+            "vision towers were not tried in it; set bfloat16"
+        )
 
 
 def _check_others(settings: RunSettings) -> None:

@@ -3,20 +3,24 @@ as rollouts will meet them.
 
 A prompt is rendered and tokenized exactly as a run does. What the policy would sample follows: the response's own
 tokens and the token that ends it, and the loss is on these alone. Of a conversation each turn of the assistant is such
-a response (conversations.py). Nothing is truncated: an example that is too long is refused. No torch.
+a response (conversations.py). Nothing is truncated: an example that is too long is refused, and so is one whose images
+cannot be shown, of which the heads of files are read here, and the files when they are trained on. No torch.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rolecall.data.continuation import ChatMessage, Tools
-from rolecall.data.conversations import TOOLS_FIELD, Conversations, close_of_turn, columns, parse_conversation
-from rolecall.data.dataset import is_parquet, parse_messages, rows_of
+from rolecall.data.continuation import ChatMessage, Tools, num_images_in
+from rolecall.data.conversations import TOOLS_FIELD, Conversations, Segment, close_of_turn, parse_conversation
+from rolecall.data.dataset import images_of, is_parquet, parse_messages, rows_of
+from rolecall.data.images.files import ImageFile, parts
+from rolecall.data.images.spool import Spool
+from rolecall.data.images.tokens import VisualTokens
 from rolecall.data.model_files import eos_token_ids
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
@@ -39,6 +43,17 @@ class Example:
     """Tools that the conversation is shown."""
     where: str
     """File and line, for complaints."""
+    images: tuple[ImageFile, ...] = ()
+    """The images that the messages show, in their order."""
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """The images of an example, in the order in which it shows them."""
+
+    files: tuple[ImageFile, ...]
+    where: str
+    """File and line of the example, for complaints."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +66,23 @@ class TokenizedExamples:
     """
     num_too_long: int
     digest: str
-    """Hex, of what is trained on."""
+    """Hex, of what is trained on; of images their tokens and the lengths of their files."""
+    images: tuple[RowImages, ...] = ()
+    """Images by row; empty where examples are text."""
+    image_files: tuple[ImageFile, ...] = ()
+    """The images with a path that the file's rows name, also those that are left out, in their order."""
+    unshown: tuple[str, ...] = ()
+    """Why examples are left out whose images cannot be shown, each with its file and line."""
 
 
-def load_examples(files: Path | tuple[Path, ...], data: SftDataSection, setting: str) -> list[Example]:
+def load_examples(files: Path | tuple[Path, ...], data: SftDataSection, setting: str) -> Iterator[Example]:
     """All rows of `files`, which `setting` names, in their order. ConfigError names the line (from 1) and the field
     that is wrong.
     """
     paths = (files,) if isinstance(files, Path) else files
-    return [
-        _parse(_without_nulls(row) if is_parquet(paths[place - 1]) else row, where, data)
-        for place, _, where, row in rows_of(files, setting, data.preprocess)
-    ]
+    for place, _, where, row in rows_of(files, setting, data.preprocess, data.images_field):
+        path = paths[place - 1]
+        yield _parse(_without_nulls(row) if is_parquet(path) else row, where, path.parent, data)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -72,12 +92,23 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def tokenize(examples: Sequence[Example], tokenizer: ChatTokenizer, end: int, max_tokens: int) -> TokenizedExamples:
+def tokenize(
+    examples: Iterable[Example],
+    tokenizer: ChatTokenizer,
+    end: int,
+    max_tokens: int,
+    visual_tokens: VisualTokens | None = None,
+    spool: Spool | None = None,
+) -> TokenizedExamples:
     """Returns the examples as tokens, with `end` after each response, those without a segment of more than
-    `max_tokens`. ConfigError names the line that cannot be rendered.
+    `max_tokens`, and whose images can be shown. ConfigError names the line that cannot be rendered.
+    StorageUnavailableError: the file of an image cannot be read now. `visual_tokens`: those of the model; None:
+    examples are text. `spool`: where images that the data set's file holds are put away; None: they are kept.
     """
     rows, digest, conversations = list[tuple[dict[str, Array], ...]](), hashlib.sha256(), Conversations(tokenizer, end)
+    images, image_files, unshown, num_too_long = list[RowImages](), list[ImageFile](), list[str](), 0
     for each in examples:
+        image_files += [image for image in each.images if image.path is not None]
         try:
             if each.response is None:
                 segments = conversations.segments(each.messages, each.tools)
@@ -85,13 +116,26 @@ def tokenize(examples: Sequence[Example], tokenizer: ChatTokenizer, end: int, ma
                 segments = [_answered(each.messages, each.response, tokenizer, end)]
         except InvalidInputError as error:
             raise ConfigError(f"{each.where}: {error.message}") from error
-        lengths = [len(segment["token_ids"]) for segment in segments]
-        if max(lengths) <= max_tokens:
-            rows.append(tuple(segments))
-            digest.update(np.array([len(lengths), *lengths], "<i8").tobytes())
-            for segment in segments:
-                digest.update(segment["token_ids"].astype("<i4").tobytes() + segment["loss_mask"].tobytes())
-    return TokenizedExamples(tuple(rows), len(examples) - len(rows), digest.hexdigest())
+        try:
+            numbers = [visual_tokens.number(*image.size()) for image in each.images] if visual_tokens else []
+            row = tuple(segment.columns(visual_tokens, numbers) for segment in segments)
+        except InvalidInputError as error:
+            unshown.append(f"{each.where}: {error.message}")
+            continue
+        lengths = [len(segment["token_ids"]) for segment in row]
+        if max(lengths) > max_tokens:
+            num_too_long += 1
+            continue
+        rows.append(row)
+        digest.update(np.array([len(lengths), *lengths], "<i8").tobytes())
+        for segment in row:
+            digest.update(segment["token_ids"].astype("<i4").tobytes() + segment["loss_mask"].tobytes())
+        if visual_tokens is not None:
+            images.append(RowImages(tuple(map(spool.put, each.images)) if spool else each.images, each.where))
+            digest.update(np.array([image.num_bytes for image in each.images], "<i8").tobytes())
+    return TokenizedExamples(
+        tuple(rows), num_too_long, digest.hexdigest(), tuple(images), tuple(image_files), tuple(unshown)
+    )
 
 
 def end_of_response(path: Path, tokenizer: ChatTokenizer) -> int:
@@ -105,25 +149,28 @@ def end_of_response(path: Path, tokenizer: ChatTokenizer) -> int:
     return next(token_id for token_id in [*tail[:1], own, *stops] if token_id is not None and token_id in stops)
 
 
-def _answered(prompt: Sequence[ChatMessage], text: str, tokenizer: ChatTokenizer, end: int) -> dict[str, Array]:
-    """The columns of a prompt and its response."""
+def _answered(prompt: Sequence[ChatMessage], text: str, tokenizer: ChatTokenizer, end: int) -> Segment:
+    """A prompt and its response."""
     ids, response = tokenizer.encode(tokenizer.render(prompt)), tokenizer.encode(text)
     if response[-1] != end:
         response.append(end)
-    return columns([*ids, *response], [0] * len(ids) + [1] * len(response))
+    num_images = sum(map(num_images_in, prompt))
+    return Segment([*ids, *response], [0] * len(ids) + [1] * len(response), num_images)
 
 
-def _parse(row: dict[str, object], where: str, data: SftDataSection) -> Example:
+def _parse(row: dict[str, object], where: str, folder: Path, data: SftDataSection) -> Example:
     if data.prompt_field not in row:
         raise ConfigError(
             f"{where}: no field {data.prompt_field!r} (fields: {sorted(row)}); set data.prompt_field or mend the line"
         )
-    asked, of_prompt = row[data.prompt_field], f"{where}, field {data.prompt_field!r}"
+    asked, of_prompt, of_row = row[data.prompt_field], f"{where}, field {data.prompt_field!r}", where
+    shows_images = data.images_field is not None
     messages: tuple[ChatMessage, ...]
     response: str | None = None
     tools: Tools = ()
     if row.get(data.response_field) is not None:
-        messages = tuple({"role": role, "content": text} for role, text in parse_messages(asked, of_prompt))
+        said = parse_messages(asked, of_prompt, shows_images=shows_images)
+        messages = tuple({"role": role, "content": parts(text) if shows_images else text} for role, text in said)
         response = _response(row[data.response_field], f"{where}, field {data.response_field!r}")
         if row.get(TOOLS_FIELD) not in _NO_TOOLS:
             raise ConfigError(
@@ -133,15 +180,17 @@ def _parse(row: dict[str, object], where: str, data: SftDataSection) -> Example:
             )
     elif isinstance(asked, list) and asked and isinstance(asked[-1], dict) and asked[-1].get("role") == "assistant":
         where = of_prompt
-        messages, tools = parse_conversation(asked, row.get(TOOLS_FIELD), where)
+        messages, tools = parse_conversation(asked, row.get(TOOLS_FIELD), where, shows_images=shows_images)
     else:
         raise ConfigError(
             f"{where}: no field {data.response_field!r} (fields: {sorted(row)}), and field {data.prompt_field!r} is no "
             "conversation that ends with a message of the assistant; set data.response_field or mend the line"
         )
+    num_shown = sum(map(num_images_in, messages))
+    images = images_of(row, of_row, folder, data.images_field, num_shown, of_prompt)
     if data.system_prompt is not None and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": data.system_prompt}, *messages)
-    return Example(messages, response, tools, where)
+    return Example(messages, response, tools, where, images)
 
 
 def _response(value: object, where: str) -> str:

@@ -37,6 +37,15 @@ def is_sampled_at(temperature: float) -> bool:
     return least * (1 - 1e-6) <= temperature <= most
 
 
+def check_system_prompt(system_prompt: str | None, images_field: str | None) -> None:
+    """ValueError where the system prompt of a section says what stands for an image of a row."""
+    if images_field is not None and IMAGE_MARK in (system_prompt or ""):
+        raise ValueError(
+            f"system_prompt: it says {IMAGE_MARK}, which stands for an image of a row where data.images_field is set; "
+            "say it in other words"
+        )
+
+
 def _greedy_or_sampled(temperature: float) -> float:
     if temperature != 0 and not is_sampled_at(temperature):
         raise ValueError(f"must be 0 (greedy) or {TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}")
@@ -134,8 +143,9 @@ class ModelSection(Section):
     computing them again in the backward pass.
     """
     freeze_vision_tower: bool = False
-    """Leave the part that reads images of a model of text and images as it is, in the actor and in the critic; a run
-    without data.images_field does so in any case. Its features then cost a forward pass alone, and it takes no moments.
+    """Leave the part that reads images of a model of text and images as it is, in the actor, the critic and `rolecall
+    sft`; without images (data.images_field) it stays so in any case. Its features then cost a forward pass alone, and
+    it takes no moments.
     """
     chat_template: ConfigPath | None = None
     """File of a Jinja chat template by which prompts are rendered, in place of all that the tokenizer has. Checkpoints
@@ -179,11 +189,7 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _system_prompt_shows_none(self) -> Self:
-        if self.images_field is not None and IMAGE_MARK in (self.system_prompt or ""):
-            raise ValueError(
-                f"system_prompt: it says {IMAGE_MARK}, which stands for an image of a row where data.images_field is "
-                "set; say it in other words"
-            )
+        check_system_prompt(self.system_prompt, self.images_field)
         return self
 
 

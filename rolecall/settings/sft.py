@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import PositiveInt, model_validator
 
-from rolecall.settings.data import JobSection, ModelSection
+from rolecall.settings.data import JobSection, ModelSection, check_system_prompt
 from rolecall.settings.plugin import PluginSection
 from rolecall.settings.section import ConfigPath, DataFiles, NonNegativeInt, Section
 from rolecall.settings.services import TelemetrySection, TrackersSection
@@ -39,16 +39,27 @@ class SftDataSection(Section):
     """
     response_field: str = "response"
     """Field with the response: a string, or a list of one {role: assistant, content}."""
+    images_field: str | None = None
+    """Field with the images that a row shows, in their order: a list of paths, or of {bytes, path} as parquet files
+    hold them. A message of anyone but the assistant of a conversation shows one where its text says `<image>` or its
+    content is a list with {type: image}; responses are text. For models of text and images, whose vision tower is then
+    trained, too. Absent: examples are text.
+    """
     system_prompt: str | None = None
     """A system message put before every prompt that has none."""
     max_tokens: PositiveInt = 2048
     """Longest prompt + response, the end included, or segment of a conversation; longer examples are refused and
-    counted, never truncated.
+    counted, never truncated. Images count with the tokens that the model makes of them.
     """
     batch_size: PositiveInt
     """Examples in one optimizer step; an epoch's last step takes those that are left."""
     shuffle: bool = True
     """Another deterministic order in every epoch; false keeps the file's order."""
+
+    @model_validator(mode="after")
+    def _system_prompt_shows_none(self) -> Self:
+        check_system_prompt(self.system_prompt, self.images_field)
+        return self
 
 
 class SftEvaluationSection(Section):
@@ -74,6 +85,16 @@ class SftSettings(Section):
     """The trainer, as in the run that follows; what it says of calls (addresses and deadlines) means nothing here."""
     telemetry: TelemetrySection = TelemetrySection()
     trackers: TrackersSection = TrackersSection()
+
+    @property
+    def shows_images(self) -> bool:
+        """Whether examples may show images."""
+        return self.data.images_field is not None
+
+    @property
+    def freezes_vision_tower(self) -> bool:
+        """Whether a vision tower stays as it is: it learns nothing where no images are shown."""
+        return self.model.freeze_vision_tower or not self.shows_images
 
     @model_validator(mode="after")
     def _longest_example_fits(self) -> Self:

@@ -56,7 +56,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_config(folder: Path, model: Path, data: Path, **sections: Any) -> Path:
+def write_config(folder: Path, model: Path, data: Path, /, **sections: Any) -> Path:
     folder.mkdir(exist_ok=True)
     tree = {
         "run": {"name": "warm", "dir": "run", "num_steps": NUM_STEPS, "checkpoint_every_steps": 4, "seed": 5},

@@ -136,7 +136,7 @@ class Rig:
         return Rig(family, tokenizer, Conversations(tokenizer, EOS_TOKEN_ID), Continuation(tokenizer))
 
     def trained(self, messages: list[Message], tools: Sequence[Any] = TOOLS) -> list[dict[str, Array]]:
-        return self.conversations.segments(*parse_conversation(messages, tools, "line 1"))
+        return [each.columns() for each in self.conversations.segments(*parse_conversation(messages, tools, "line 1"))]
 
     def spelled(self, messages: list[Message], tools: Sequence[Any] = TOOLS) -> list[list[str]]:
         """What is trained of each segment, in runs."""
@@ -288,9 +288,7 @@ def test_a_model_that_ends_by_another_token_than_the_template_is_trained_on_its_
     rig = rig_of(tmp_path, CHAT_TEMPLATE)
     base = Conversations(rig.tokenizer, end=0)
     (segment,) = base.segments(*parse_conversation(asked(said("b"), *asked(said("c"))), None, "line 1"))
-    assert "b<|pad|><|im_end|>\n<|im_start|>user" in rig.tokenizer.spell(segment["token_ids"].tolist()), (
-        "as a rollout has it"
-    )
+    assert "b<|pad|><|im_end|>\n<|im_start|>user" in rig.tokenizer.spell(segment.token_ids), "as a rollout has it"
 
 
 @pytest.mark.parametrize(

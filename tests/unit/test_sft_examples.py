@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(tmp_path: Path, *rows: Any, **fields: Any) -> list[Example]:
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_examples(file, SftDataSection(train=file, batch_size=1, **fields), "data.train")
+    return list(load_examples(file, SftDataSection(train=file, batch_size=1, **fields), "data.train"))
 
 
 def test_the_loss_is_on_the_response_and_the_token_that_ends_it(model: Path, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_missing_or_empty_file_names_its_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.train"):
         load(tmp_path)
     with pytest.raises(ConfigError, match=r"evaluation\.path"):
-        load_examples(tmp_path / "none.jsonl", SftDataSection(train=tmp_path, batch_size=1), "evaluation.path")
+        next(load_examples(tmp_path / "none.jsonl", SftDataSection(train=tmp_path, batch_size=1), "evaluation.path"))
 
 
 @pytest.mark.parametrize(

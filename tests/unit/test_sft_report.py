@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rolecall.data.sft_examples import TokenizedExamples
 from rolecall.settings import SftSettings
 from rolecall.trackers import End
 from rolecall.training.sft.report import SftReport
@@ -27,7 +28,7 @@ def test_a_training_outlives_a_reader_that_leaves(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(sys, "stdout", stream)
     report = SftReport(settings, 2, 2)
     os.close(read)
-    report.begin(0, 2, 0)
+    report.begin(0, TokenizedExamples((), 0, ""))
     for step in (1, 2):
         report.log(step, {"eval/loss": 1.0})
     report.close(End.DONE)

@@ -4,6 +4,7 @@ Whoever opens an image does so by `open_image`, so that controller, sampler and 
 becomes of these is the image processor's of the model directory.
 """
 
+import errno
 import io
 import re
 import stat
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from rolecall.errors import ConfigError, InvalidInputError, StorageUnavailableError
 from rolecall.rpc.options import MAX_MESSAGE_BYTES
@@ -67,6 +68,8 @@ class ImageFile:
     path: Path | None = None
     data: bytes = b""
     """The bytes of an image without a path."""
+    offset: int | None = None
+    """Where in the file at `path` an image begins that shares it with others (spool.py)."""
 
     def read(self) -> bytes:
         """The bytes of the file. StorageUnavailableError where it cannot be read now, InvalidInputError where it is no
@@ -75,17 +78,33 @@ class ImageFile:
         if self.path is None:
             return self.data
         try:
-            data = self.path.read_bytes()
+            with self.path.open("rb") as file:
+                file.seek(self.offset or 0)
+                data = file.read() if self.offset is None else file.read(self.num_bytes)
         except OSError as error:
-            raise StorageUnavailableError(
-                f"the image {self.path} cannot be read: {error.strerror or error}; bring its disk back, or the file"
-            ) from error
+            raise _away(self.path, error) from error
         if len(data) != self.num_bytes:
             raise InvalidInputError(
                 f"the image {self.path} has {len(data)} bytes and had {self.num_bytes} when the run began; leave the "
                 "files of a run as they are"
             )
         return data
+
+    def size(self) -> tuple[int, int]:
+        """The sides of the image, as `image_size`, for which no more of its file is read than the head. Raises as that,
+        and StorageUnavailableError where it cannot be read now.
+        """
+        try:
+            with _in_words(), io.BytesIO(self.data) if self.path is None else self.path.open("rb") as file:
+                return _by_head(file).size
+        except OSError as error:
+            raise _away(self.path, error) from error
+
+
+def _away(path: Path | None, error: OSError) -> StorageUnavailableError:
+    return StorageUnavailableError(
+        f"the image {path} cannot be read: {error.strerror or error}; bring its disk back, or the file"
+    )
 
 
 def read_images(value: object, folder: Path | None, where: str) -> tuple[ImageFile, ...]:
@@ -134,7 +153,7 @@ def media_type(data: bytes) -> str:
     from PIL import Image
 
     with _in_words():
-        return Image.MIME.get(_by_head(data).format or "", "application/octet-stream")
+        return Image.MIME.get(_by_head(io.BytesIO(data)).format or "", "application/octet-stream")
 
 
 def open_image(data: bytes) -> "Image":
@@ -144,7 +163,7 @@ def open_image(data: bytes) -> "Image":
     from PIL import Image  # for those alone who open one
 
     with _in_words():
-        image = _by_head(data)
+        image = _by_head(io.BytesIO(data))
         image.load()
         image = _upright(image)
         if image.has_transparency_data:
@@ -163,14 +182,14 @@ def image_size(data: bytes) -> tuple[int, int]:
     and what is broken behind the head is not found. InvalidInputError as `open_image`.
     """
     with _in_words():
-        return _by_head(data).size
+        return _by_head(io.BytesIO(data)).size
 
 
-def _by_head(data: bytes) -> "Image":
+def _by_head(file: BinaryIO) -> "Image":
     """An image of which Pillow has read the head alone. No context manager: that would keep what is replaced later."""
     from PIL import Image  # for those alone who open one
 
-    image: Image.Image = Image.open(io.BytesIO(data))
+    image: Image.Image = Image.open(file)
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise InvalidInputError(f"an image of {width} x {height} pixels has more than {MAX_PIXELS}; make it smaller")
@@ -183,12 +202,16 @@ def _by_head(data: bytes) -> "Image":
 
 @contextmanager
 def _in_words() -> Iterator[None]:
-    """InvalidInputError for whatever Pillow raises within."""
+    """InvalidInputError for whatever Pillow raises within. OSError for what a disk answers, whose errors have numbers:
+    all but EINVAL, which is a place that cannot be in a file.
+    """
     try:
         yield
     except InvalidInputError:
         raise
     except Exception as error:  # the entry point of a reader that answers odd files with errors of every kind
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
         raise InvalidInputError(
             f"an image cannot be read ({type(error).__name__}: {error}); give a PNG, JPEG or another file that Pillow "
             "reads, whole"

@@ -117,8 +117,8 @@ class _Bins:
         self._free[chosen] -= self._sizes[index]
 
     def put_group(self, indices: list[int], chosen: int, most: float) -> list[int]:
-        """Adds the first of these items, the largest, to a bin, and of the others each that it has room for and by
-        which its cost comes nearer to `most`. Returns the rest.
+        """Adds the first of these items, the largest, to a bin. So it does with each of the others that has room there
+        and brings the bin's cost nearer to `most`. Returns the rest.
         """
         load, free = float(self._loads[chosen]), int(self._free[chosen])
         left = list[int]()

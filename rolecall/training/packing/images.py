@@ -62,14 +62,18 @@ class ImageReader:
         self._dtype, self._progressed = dtype, progressed
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="images")
 
-    def read(self, files: Iterable[bytes]) -> Iterator[Image]:
-        """The images in `files`, in order. InvalidInputError when one holds none."""
+    def read(self, files: Iterable[bytes]) -> Iterator[Image | InvalidInputError]:
+        """The images in `files`, in order; in the place of one that cannot be read the error that says why."""
         for image in self._threads.map(self._read, files):
             self._progressed()
             yield image
 
-    def _read(self, file: bytes) -> Image:
-        made = self._processor(images=[open_image(file)], return_tensors="pt")
+    def _read(self, file: bytes) -> Image | InvalidInputError:
+        try:
+            opened = open_image(file)
+        except InvalidInputError as error:
+            return error
+        made = self._processor(images=[opened], return_tensors="pt")
         rows, columns = made["image_grid_thw"][0, 1:].tolist()
         return Image(made["pixel_values"].to(self._dtype), (1, rows, columns))
 
@@ -83,14 +87,21 @@ class ReadImages:
         self.token_id = reader.tokens.token_id
         """The token that stands for an image."""
 
-    def read(self, rows: Iterable[Mapping[str, Array]]) -> Iterator[None]:
-        """Reads the images that `rows` (token_ids and IMAGES) show and that it has not; yields after each.
-        InvalidInputError when one cannot be read.
+    def read(
+        self, rows: Iterable[Mapping[str, Array]], unread: dict[bytes, InvalidInputError] | None = None
+    ) -> Iterator[None]:
+        """Reads the images that `rows` (token_ids and IMAGES) show and that it has not; yields after each. The error of
+        one that cannot be read is put into `unread`, by its file, and raised where that is None.
         """
         shown = dict.fromkeys(file for row in rows for file in self.shown_by(row["token_ids"], row[IMAGES]))
         files = [file for file in shown if file not in self._image_of]
         for file, image in zip(files, self._reader.read(files), strict=True):
-            self._image_of[file] = image
+            if isinstance(image, Image):
+                self._image_of[file] = image
+            elif unread is None:
+                raise image
+            else:
+                unread[file] = image
             yield
 
     def check(self, row: Mapping[str, Array]) -> None:

@@ -18,8 +18,8 @@ from rolecall.errors import ConfigError, RoleCallError, WorkerLostError
 from rolecall.lifeline import die_with_parent
 from rolecall.settings import SftSettings, load_sft_settings, parent_to_die_with, rank_of_process
 
-START_TIMEOUT_S = 300.0
-"""Seconds until all ranks have met."""
+START_TIMEOUT_S, IMAGES_TIMEOUT_S = 300.0, 3600.0
+"""Seconds until all ranks have met; the longer where examples show images, which rank 0 may have to put away."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(settings: SftSettings, *, resume: bool) -> None:
     from rolecall.training.sft.train import SftRank
 
-    SftRank(settings, START_TIMEOUT_S, lost=_leave).run(resume=resume)
+    timeout_s = IMAGES_TIMEOUT_S if settings.shows_images else START_TIMEOUT_S
+    SftRank(settings, timeout_s, lost=_leave).run(resume=resume)
 
 
 def _leave(error: WorkerLostError) -> None:

@@ -1,5 +1,5 @@
 """Checkpoints of `rolecall sft`: the actor's share of a run's, so that `rolecall export` reads them, with the step,
-the digest of the examples and what the fine-tuning is.
+the digest of the examples, the lengths of their images' files and what the fine-tuning is.
 
 Written beside the steps, as a run's are; one at a time. All ranks make the same calls; rank 0 commits.
 """
@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 from rolecall.checkpoint.manifest import IDENTITY, Attempt, RunCheckpoints, StoredFile, folder_of, verify_pieces
 from rolecall.checkpoint.storage import open_storage
+from rolecall.data.sft_examples import TokenizedExamples
 from rolecall.errors import CheckpointMismatchError, DiskFullError, StorageUnavailableError
 from rolecall.identity import kept, run_id
 from rolecall.settings import SftRunSection
@@ -28,14 +29,19 @@ ROLE = "actor"
 class SftCheckpoints:
     """The checkpoints of SFT, on one rank."""
 
-    def __init__(self, run: SftRunSection, context: RankContext, examples: str) -> None:
-        """A collective. `examples` is the digest of the tokens that are trained on, which must be the same where a
-        checkpoint is restored. Settings are compared before ranks start (`rolecall/identity.py`).
+    def __init__(self, run: SftRunSection, context: RankContext, examples: TokenizedExamples) -> None:
+        """A collective. `examples` are those that are trained on, whose digest must be the same where a checkpoint is
+        restored. Settings are compared before ranks start (`rolecall/identity.py`).
         """
         self._storage = open_storage(run.checkpoints)
         self._checkpoints = RunCheckpoints(self._storage, run.keep_checkpoints, run_id(run.dir))
         self._context = context
-        self._state = {"examples": examples, IDENTITY: kept(run.dir)}
+        self._files = examples.image_files
+        self._state = {
+            "examples": examples.digest,
+            "image_bytes": [file.num_bytes for file in self._files],
+            IDENTITY: kept(run.dir),
+        }
         self._writers = Writers(context.group)
         self._writing: Future[None] | None = None
 
@@ -46,9 +52,15 @@ class SftCheckpoints:
         if found is None:
             return 0
         if found.state.get("examples") != self._state["examples"]:
+            before = found.state.get("image_bytes", ())
+            pairs = zip(self._files, before, strict=False)
+            changed = [str(file.path) for file, num_bytes in pairs if file.num_bytes != num_bytes]
             raise CheckpointMismatchError(
-                f"{found.storage.url} was made with examples of other tokens; resume with the same data and tokenizer, "
-                "or start anew"
+                f"{found.storage.url} was made with other files of {len(changed)} images, the first {changed[0]}; put "
+                "them back, or start anew"
+                if changed
+                else f"{found.storage.url} was made with examples of other tokens; resume with the same data, images "
+                "and tokenizer, or start anew"
             )
         storage, files = found.share(ROLE)
         mine = files[group.rank :: group.world_size]

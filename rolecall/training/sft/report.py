@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+from rolecall.data.sft_examples import TokenizedExamples
 from rolecall.settings import SftSettings
 from rolecall.terminal import say
 from rolecall.trackers import End, Trackers
@@ -28,15 +29,18 @@ class SftReport:
         self._written = float("-inf")
         self._heldout = ""
 
-    def begin(self, step: int, num_examples: int, num_too_long: int) -> None:
-        """Training goes on from `step`."""
+    def begin(self, step: int, examples: TokenizedExamples) -> None:
+        """Training goes on from `step`, with `examples`."""
         self._first = step
+        num_examples, num_too_long, num_unshown = len(examples.rows), examples.num_too_long, len(examples.unshown)
         refused = f", {num_too_long} refused (longer than data.max_tokens)" if num_too_long else ""
+        refused += f", {num_unshown} left out (images that cannot be shown)" if num_unshown else ""
         say(
             f"{num_examples} examples{refused}, {self._num_steps} steps of {self._num_per_epoch} an epoch, from "
             f"step {step}\n"
         )
-        self._trackers.log(step, {"data/examples": num_examples, "data/too_long": num_too_long})
+        values = {"data/examples": num_examples, "data/too_long": num_too_long, "data/unshown": num_unshown}
+        self._trackers.log(step, values)
 
     def keep_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
         """Appends to samples.jsonl, and shows them elsewhere."""

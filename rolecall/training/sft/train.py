@@ -7,11 +7,15 @@ whole cursor. Metrics are named sft/ (training) and eval/ (held out).
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from rolecall.data.images.spool import Spool
+from rolecall.data.images.tokens import VisualTokens, collapsed, require_visual_tokens
 from rolecall.data.sft_examples import TokenizedExamples, end_of_response, load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer, read_template
 from rolecall.errors import ConfigError, WorkerLostError
@@ -20,15 +24,16 @@ from rolecall.settings import SftSettings, rank_of_process
 from rolecall.telemetry import Metrics
 from rolecall.terminal import say
 from rolecall.trackers import End
-from rolecall.training.engine import Loss, Microbatch, TokenOutputs
+from rolecall.training.engine import Loss, TokenOutputs
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.objective.routing import RouterLosses, router_load
-from rolecall.training.options import EngineOptions
-from rolecall.training.packing.pack import Row, local_counts, pack
-from rolecall.training.packing.pieces import cut, join
+from rolecall.training.options import DTYPES, EngineOptions
+from rolecall.training.packing.images import ImageReader
+from rolecall.training.packing.pieces import join
 from rolecall.training.serving.hooks import ProcessHooks, nothing
 from rolecall.training.serving.trainer import Progress
 from rolecall.training.sft.checkpoints import SftCheckpoints
+from rolecall.training.sft.minibatches import ExampleMinibatch, Minibatches
 from rolecall.training.sft.report import SftReport
 from rolecall.training.step.optimize import MicrobatchCounter, StepCost, optimize
 from rolecall.training.step.share import Minibatch, TrainShare
@@ -73,7 +78,8 @@ class SftRank:
         run, actor = settings.run, settings.actor
         _begin("tokenizing the examples")
         self._tokenizer = ChatTokenizer.of(settings.model)
-        self._examples, self._heldout = _read(settings, self._tokenizer)
+        self._visual_tokens = require_visual_tokens(settings.model.path) if settings.shows_images else None
+        self._examples, heldout = _read(settings, self._tokenizer, self._visual_tokens)
         batches = Batches(
             len(self._examples.rows), settings.data.batch_size, seed=run.seed, shuffle=settings.data.shuffle
         )
@@ -100,16 +106,21 @@ class SftRank:
             activation_offload=actor.activation_offload,
             torch_compile=actor.torch_compile,
             routers=actor.moe is not None,
-            freeze_vision_tower=True,
-            shows_images=False,  # examples are text
+            freeze_vision_tower=settings.freezes_vision_tower,
+            shows_images=settings.shows_images,
             seed=run.seed,
         )
         _begin("loading the model")
         self._context = start_context(options, actor, actor, run.dir, start_timeout_s, ProcessHooks("sft", lost=lost))
+        reader = ImageReader(options.path, DTYPES[options.dtype]) if settings.shows_images else None
+        # a token's share of its row's mean depends on the whole row
+        apart = settings.aggregation != "seq_mean_token_mean"
+        self._minibatches = Minibatches(self._context, self._examples, reader, between_segments=apart)
+        self._heldout = None if heldout is None else Minibatches(self._context, heldout, reader, between_segments=apart)
 
     def run(self, *, resume: bool) -> None:
         """Trains from the newest checkpoint, or the start, to the last step's checkpoint."""
-        checkpoints = SftCheckpoints(self._settings.run, self._context, self._examples.digest)
+        checkpoints = SftCheckpoints(self._settings.run, self._context, self._examples)
         if resume:
             _begin("loading the newest checkpoint")
         step = checkpoints.restore() if resume else 0
@@ -126,16 +137,20 @@ class SftRank:
             if report is not None:
                 report.close(end)
         self._context.group.leave()
+        if is_leader:
+            for setting in ("data.train", "evaluation.path"):
+                _spool_of(self._settings, setting).unlink(missing_ok=True)
 
     def _train(self, step: int, checkpoints: SftCheckpoints, report: SftReport | None) -> None:
         """Trains from `step` on to the last step's checkpoint."""
         if report is not None:
-            report.begin(step, len(self._examples.rows), self._examples.num_too_long)
+            report.begin(step, self._examples)
             report.keep_samples(step, [self._sample(index) for index in self._batches.of_step(step)[:NUM_SAMPLES]])
         if step == 0 and self._heldout is not None:
             self._tell(report, 0, self._evaluate(self._heldout))
+        minibatches = self._minibatches.of(map(self._batches.of_step, range(step, self._num_steps)))
         while step < self._num_steps:
-            metrics = self._step(step)
+            metrics = self._step(minibatches)
             step += 1
             if self._heldout is not None and self._is_due(step):
                 metrics.merge(self._evaluate(self._heldout))
@@ -148,10 +163,10 @@ class SftRank:
         """An example as the policy meets it, special tokens included."""
         row = join(self._examples.rows[index])
         trained = row["loss_mask"] != 0
-        return {
-            name: self._tokenizer.spell(row["token_ids"][which])
-            for name, which in (("prompt", ~trained), ("response", trained))
-        }
+        prompt, response = (row["token_ids"][which].tolist() for which in (~trained, trained))
+        if self._visual_tokens is not None:
+            prompt = collapsed(prompt, self._visual_tokens.token_id, len(prompt))
+        return {"prompt": self._tokenizer.spell(prompt), "response": self._tokenizer.spell(response)}
 
     def _is_due(self, step: int) -> bool:
         every = self._settings.evaluation.every_steps if self._settings.evaluation is not None else 0
@@ -162,15 +177,16 @@ class SftRank:
         if report is not None:
             report.log(step, metrics.values())
 
-    def _step(self, step: int) -> Metrics:
-        """One update; the metrics of all ranks."""
+    def _step(self, minibatches: Iterator[ExampleMinibatch]) -> Metrics:
+        """One update, by the next of `minibatches`; the metrics of all ranks."""
         cost = StepCost(self._context)
-        rows = [self._examples.rows[index] for index in self._batches.of_step(step)]
-        num_tokens = sum(len(segment["token_ids"]) for row in rows for segment in row)
-        share = TrainShare([], [self._minibatch(rows)], num_tokens)
+        made = next(minibatches)
+        share = TrainShare([], [made.minibatch], made.num_tokens)
         counter = MicrobatchCounter(Progress(nothing), len(share.microbatches))
         metrics, _ = optimize(self._context, share, self._loss, 1, counter, "sft", entropy=False)
         cost.add_to(metrics, "sft", share.num_tokens)
+        if self._visual_tokens is not None and self._context.group.is_leader:
+            metrics.sum("sft/unshown", made.num_unshown)
         return self._context.group.merge(metrics)
 
     def _loss(self, minibatch: Minibatch) -> Loss:
@@ -181,32 +197,21 @@ class SftRank:
         load = router_load(self._context.group, self._context.engine.forward(minibatch.microbatches))
         return RouterLosses(objective, moe, load, "sft")
 
-    def _minibatch(self, rows: Sequence[Sequence[Row]]) -> Minibatch:
-        """This rank's microbatches of `rows`, by their segments, which every rank has, with the counts of all."""
-        lengths = [[len(segment["token_ids"]) for segment in row] for row in rows]
-        # a token's share of its row's mean depends on the whole row
-        apart = self._settings.aggregation != "seq_mean_token_mean"
-        pieces = cut(lengths, self._context.token_budget, between_segments=apart)
-        packed, device = list[Microbatch](), self._context.device
-        for indices in self._context.plan(pieces, 1, 0).microbatches:
-            mine = [pieces[index] for index in indices]
-            segments = [segment for piece in mine for segment in piece.segments(join(rows[piece.row]))]
-            places = [piece.row for piece in mine for _ in piece.lengths]
-            packed.append(pack(segments, ["loss_mask"], temperature=1.0, device=device, trajectories=places))
-        every, places = [each for row in rows for each in row], [index for index, row in enumerate(rows) for _ in row]
-        return Minibatch(packed, local_counts(every, trajectories=places))
-
-    def _evaluate(self, heldout: TokenizedExamples) -> Metrics:
-        """The mean negative log-likelihood of the held-out responses' tokens."""
+    def _evaluate(self, heldout: Minibatches) -> Metrics:
+        """The mean negative log-likelihood of the held-out responses' tokens. ConfigError when no image of any can be
+        shown.
+        """
         total, num_tokens = 0.0, 0
-        for rows in _parts(heldout.rows, self._settings.data.batch_size):
-            minibatch = self._minibatch(rows)
+        for made in heldout.in_order(self._settings.data.batch_size):
+            minibatch = made.minibatch
             for microbatch, outputs in zip(
                 minibatch.microbatches, self._context.engine.forward(minibatch.microbatches), strict=True
             ):
                 assert isinstance(outputs, TokenOutputs)
                 total -= float(torch.where(microbatch.score_mask_N, outputs.logprobs_N.double(), 0.0).sum())
             num_tokens += minibatch.counts.num_tokens
+        if not num_tokens:
+            raise ConfigError("evaluation.path: no example has images that can be shown; mend them, or leave it out")
         metrics = Metrics()
         metrics.mean(
             "eval/loss", float(self._context.group.sum_over_slots(np.array([total]))[0]) / num_tokens, num_tokens
@@ -220,35 +225,52 @@ def _begin(phase: str) -> None:
         say(f"starting  {phase}\n")
 
 
-def _read(settings: SftSettings, tokenizer: ChatTokenizer) -> tuple[TokenizedExamples, TokenizedExamples | None]:
-    """Training and held-out examples. ConfigError when none fits data.max_tokens."""
-    data = settings.data
+def _read(
+    settings: SftSettings, tokenizer: ChatTokenizer, visual_tokens: VisualTokens | None
+) -> tuple[TokenizedExamples, TokenizedExamples | None]:
+    """Training and held-out examples. ConfigError when none fits data.max_tokens and can be shown."""
+    found = [_tokenized(settings, "data.train", settings.data.train, tokenizer, visual_tokens)]
+    if settings.evaluation is not None:
+        heldout = (settings.evaluation.path,)
+        found.append(_tokenized(settings, "evaluation.path", heldout, tokenizer, visual_tokens))
+    return found[0], found[1] if found[1:] else None
+
+
+def _tokenized(
+    settings: SftSettings,
+    setting: str,
+    paths: tuple[Path, ...],
+    tokenizer: ChatTokenizer,
+    visual_tokens: VisualTokens | None,
+) -> TokenizedExamples:
+    """The examples in the files that `setting` names."""
+    data, is_leader = settings.data, rank_of_process()[0] == 0
     end = end_of_response(settings.model.path, tokenizer)
-    found = []
-    for setting, path in (
-        ("data.train", data.train),
-        ("evaluation.path", settings.evaluation.path if settings.evaluation is not None else None),
-    ):
-        examples = (
-            None if path is None else tokenize(load_examples(path, data, setting), tokenizer, end, data.max_tokens)
+    with ExitStack() as opened:
+        spool = None
+        if visual_tokens is not None:
+            spool = opened.enter_context(Spool(_spool_of(settings, setting), writes=is_leader))
+        loaded = load_examples(paths, data, setting)
+        examples = tokenize(loaded, tokenizer, end, data.max_tokens, visual_tokens, spool)
+    if not examples.rows:
+        raise ConfigError(
+            f"{setting}: no example fits data.max_tokens {data.max_tokens}; raise it or shorten the examples"
+            if not examples.unshown
+            else f"{setting}: no example fits data.max_tokens {data.max_tokens} and has images to show; "
+            f"{examples.unshown[0]}"
         )
-        if examples is not None and not examples.rows:
-            raise ConfigError(
-                f"{setting}: no example fits data.max_tokens {data.max_tokens}; raise it or shorten the examples"
-            )
-        if examples is not None and examples.num_too_long:
-            logger.warning(
-                "%s: %d examples are longer than data.max_tokens %d and are left out",
-                setting,
-                examples.num_too_long,
-                data.max_tokens,
-            )
-        found.append(examples)
-    train, heldout = found
-    assert train is not None
-    return train, heldout
+    for why in examples.unshown if is_leader else ():
+        logger.warning("%s; it is left out", why)
+    if examples.num_too_long:
+        logger.warning(
+            "%s: %d examples are longer than data.max_tokens %d and are left out",
+            setting,
+            examples.num_too_long,
+            data.max_tokens,
+        )
+    return examples
 
 
-def _parts(rows: Sequence[Sequence[Row]], size: int) -> Iterator[Sequence[Sequence[Row]]]:
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
+def _spool_of(settings: SftSettings, setting: str) -> Path:
+    """The file of the images that the files of `setting` hold as bytes, for as long as the command lives."""
+    return settings.run.dir / f"{setting}.images"
