@@ -31,6 +31,7 @@ from rolecall.errors import (
 )
 from rolecall.reward import SERVICE_NAME, Scorer, description, new_server, one_by_one
 from rolecall.rpc.listening import rpc_section
+from rolecall.rpc.options import server_options
 from rolecall.rpc.server import Server
 from rolecall.rpc.server_calls import ServerCalls
 from rolecall.settings import EnvironmentSection, RpcSection
@@ -306,7 +307,7 @@ async def cutting(file: Any, service: str, servicer: Any) -> AsyncIterator[str]:
 
     described = file.DESCRIPTOR.services_by_name[service]
     methods = {method.name: handler(method) for method in described.methods}
-    server = grpc.aio.server(interceptors=[ServerCalls()])
+    server = grpc.aio.server(interceptors=[ServerCalls()], options=server_options())
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(described.full_name, methods)])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
