@@ -105,7 +105,8 @@ class CriticOptimizerSection(OptimizerSection):
         decays = given.get("schedule", actor.schedule) == "wsd" and actor.decay_steps is not None
         followed = {
             "learning_rate": self.learning_rate,
-            "min_learning_rate": actor.min_learning_rate * self.learning_rate / actor.learning_rate,
+            # the quotient first: it is at most 1, so that no rounding takes this above the peak
+            "min_learning_rate": actor.min_learning_rate / actor.learning_rate * self.learning_rate,
             "warmup_steps": int(actor.warmup_steps * updates),
             "decay_steps": max(1, int((actor.decay_steps or 0) * updates)) if decays else None,
         }
