@@ -142,7 +142,7 @@ def test_a_schedule_of_the_critic_s_is_held_against_the_actors_and_the_run(
 
 def test_what_the_critic_left_out_still_follows_the_actor_in_the_file_that_a_run_keeps() -> None:
     kept = with_critic(weight_decay=0.1, betas=[0.9, 0.999]).model_dump(mode="json")
-    assert kept["critic"]["optimizer"] == {"weight_decay": 0.1, "betas": [0.9, 0.999]}
+    assert kept["critic"]["optimizer"] == {"learning_rate": 1e-5, "weight_decay": 0.1, "betas": [0.9, 0.999]}
     kept["actor"]["optimizer"] |= {"max_grad_norm": 0.5}
     optimizer = RunSettings.model_validate(kept, context={"base": Path("/")}).critic_optimizer
     assert optimizer is not None
