@@ -273,8 +273,8 @@ def with_modules(section: LoraSection, path: Path, setting: str = "actor.lora") 
 
 
 def _matrices(path: Path, setting: str) -> dict[str, list[int]]:
-    """The shapes of the model's matrices that are neither an expert's, nor a vision tower's, nor of a block after the
-    last (one that predicts further tokens), by name.
+    """The shapes of the model's matrices that are neither an expert's nor a vision tower's, by name. Blocks after the
+    last one, which predict further tokens, are not the model's.
     """
     num_layers = _text(_json(path / "config.json", setting)).get("num_hidden_layers")
     end = num_layers if isinstance(num_layers, int) else math.inf

@@ -98,8 +98,8 @@ class TrackedRun:
 
 
 def shown_configuration(settings: RunSettings | SftSettings) -> dict[str, Any]:
-    """The configuration for other people's servers, without what may be a credential, and with the whole optimizer of
-    the critic, of which a file may leave out what follows the actor's.
+    """The configuration for other people's servers, without what may be a credential. The critic's optimizer is whole,
+    with what follows the actor's.
 
     The options of a user's tracker may hold a key, so the section `trackers` is left out.
     """
