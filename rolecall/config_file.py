@@ -14,6 +14,8 @@ from rolecall.errors import ConfigError
 from rolecall.terminal import did_you_mean
 
 _RECIPES = Path(__file__).resolve().parent / "recipes"
+_LENGTHS = ("num_steps", "num_epochs")
+"""Keys of the section `run` that say its length, by one of them."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -60,12 +62,30 @@ def complete_tree(
 ) -> tuple[dict[str, Any], str]:
     """Returns what `load_tree` does, of the sections `tree` of a file in `folder`."""
     named = tree.pop("recipe", None)
-    for override in overrides:
-        override_tree(tree, override)
+    tree = overridden(tree, overrides)
     if recipe is None and named is None:
         return tree, ""
     file = recipe_file(str(recipe)) if recipe is not None else recipe_file(str(named), folder)
-    return _over(tree, read_tree(file)), f" with the recipe {file}"
+    return _over(tree, _less_length(read_tree(file), tree)), f" with the recipe {file}"
+
+
+def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns `tree` with `overrides`. ConfigError when one is none."""
+    said: dict[str, Any] = {}
+    for override in overrides:
+        override_tree(said, override)
+    tree = _less_length(tree, said)
+    for override in overrides:
+        override_tree(tree, override)
+    return tree
+
+
+def _less_length(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`below` without the run's length where `above`, which goes before it, gives one, be it by the other key."""
+    run, nearer = below.get("run"), above.get("run")
+    if not isinstance(run, dict) or not isinstance(nearer, dict) or all(nearer.get(key) is None for key in _LENGTHS):
+        return below
+    return below | {"run": {key: value for key, value in run.items() if key not in _LENGTHS}}
 
 
 def recipe_names() -> list[str]:

@@ -55,7 +55,7 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
         from rolecall.launcher.placed import load_unplaced
 
         overrides = overrides_from(rest, ("--recipe", "--resume"))
-        settings = load_unplaced(arguments.config, overrides, arguments.recipe)
+        settings = load_unplaced(arguments.config, overrides, arguments.recipe, sys.stdout)
         if not _say_where(overrides):
             require_home(arguments.config, settings.run)
         if arguments.command == "check":

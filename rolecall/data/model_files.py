@@ -51,11 +51,11 @@ _EXPERTS = ".experts."
 """Part of the name of every tensor of a mixture's experts, which get no adapters."""
 _TOWER = re.compile(r"(model\.)?visual\.")
 """Beginning of the names of a vision tower's tensors, which get no adapters."""
-_IN_BLOCK = re.compile(r"\.\d+\.")
+_IN_BLOCK = re.compile(r"\.(\d+)\.")
 """Part of the name of every tensor in a transformer block: its number."""
-_NOT_ALL_LINEAR = ("gate", "shared_expert_gate", "router", "kv_b_proj")
-"""Matrices of a block to which all-linear gives no adapter: routers, and latent attention's kv_b_proj, which vLLM
-multiplies into others as it loads a model, so that it would decode without the adapter.
+_NOT_ALL_LINEAR = frozenset({"gate", "shared_expert_gate", "router", "kv_b_proj"})
+"""Parts of the names of a block's matrices to which all-linear gives no adapter: routers, and latent attention's
+kv_b_proj, which vLLM multiplies into others as it loads a model, so that it would decode without the adapter.
 """
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 """Ends of the names under which checkpoints keep their input embeddings."""
@@ -254,19 +254,37 @@ def num_adapter_parameters(path: Path, section: LoraSection, setting: str = "act
 
 
 def with_modules(section: LoraSection, path: Path, setting: str = "actor.lora") -> LoraSection:
-    """`section`, which `setting` names, with the names that all-linear stands for in the model at `path`."""
+    """`section`, which `setting` names, with the names that all-linear stands for in the model at `path`. ConfigError
+    where it stands for none.
+    """
     if section.target_modules != ALL_LINEAR:
         return section
-    found = {_module(name) for name in _matrices(path, setting) if _IN_BLOCK.search(name)}
-    return section.model_copy(update={"target_modules": tuple(sorted(found - set(_NOT_ALL_LINEAR)))})
+    inside = [
+        name
+        for name in _matrices(path, setting)
+        if _IN_BLOCK.search(name) and name.endswith(".weight") and _NOT_ALL_LINEAR.isdisjoint(name.split("."))
+    ]
+    if not inside:
+        raise ConfigError(
+            f"{setting}.target_modules {ALL_LINEAR}: the model {path} has no matrix in its blocks that may have an "
+            "adapter; use another model"
+        )
+    return section.model_copy(update={"target_modules": tuple(sorted(set(map(_module, inside))))})
 
 
 def _matrices(path: Path, setting: str) -> dict[str, list[int]]:
-    """The shapes of the model's matrices that are neither an expert's nor a vision tower's, by name."""
+    """The shapes of the model's matrices that are neither an expert's nor a vision tower's, by name. Blocks after the
+    last one, which predict further tokens, are not the model's.
+    """
+    num_layers = _text(_json(path / "config.json", setting)).get("num_hidden_layers")
+    end = num_layers if isinstance(num_layers, int) else math.inf
     return {
         name: shape
         for name, shape in _shapes(path, f"{setting}: the model").items()
-        if len(shape) == 2 and _EXPERTS not in name and not _TOWER.match(name)
+        if len(shape) == 2
+        and _EXPERTS not in name
+        and not _TOWER.match(name)
+        and not ((block := _IN_BLOCK.search(name)) and int(block[1]) >= end)
     }
 
 

@@ -31,8 +31,8 @@ _PROBE = (
 )
 """A text of what tokenizers differ in beside their vocabularies: splitting, normal forms, spaces, tidied decoding."""
 _IDS = range(256, 1280)
-"""Ids that stand for pieces of text in every vocabulary of a language model: after the special tokens and bytes that
-some have first, before where anybody adds tokens.
+"""Ids that stand for pieces of text in every vocabulary of a language model, beside added tokens: after the bytes that
+some have first. They tell families apart, and are few.
 """
 
 
@@ -151,16 +151,32 @@ class ChatTokenizer:
         model is saved, and where a template has three places to stand.
         """
         ids = self.backend.encode(_PROBE, add_special_tokens=False)
-        added = [(place, token.content, token.special) for place, token in self.backend.added_tokens_decoder.items()]
-        templates = [self.backend.chat_template, self._template_kwargs]
-        return _digest([sorted(self.backend.get_vocab().items()), sorted(added), ids, self.decode(ids), templates])
+        added = [
+            (place, token.content, token.special, token.lstrip, token.rstrip, token.normalized, token.single_word)
+            for place, token in self.backend.added_tokens_decoder.items()
+        ]
+        vocab, splits = sorted(self.backend.get_vocab().items()), self.backend.split_special_tokens
+        return _digest([vocab, sorted(added), splits, ids, self.decode(ids), self._templates()])
+
+    def _templates(self) -> list[Any]:
+        """The templates by name, and what they are given besides conversations: of the special tokens those that one of
+        them names, for a copy may have another that none reads, to pad with.
+        """
+        own = self.backend.chat_template or {}
+        named = {"default": own} if isinstance(own, str) else own
+        # as Jinja reads them, without one line end at the end
+        texts = {name: text.removesuffix("\n") for name, text in named.items()}
+        read = "".join(texts.values())
+        special = {name: text for name, text in self.backend.special_tokens_map.items() if name in read}
+        return [texts, special, self._template_kwargs]
 
     @cached_property
     def ids_digest(self) -> str:
         """Hex digest of what its ids stand for: the same for all tokenizers of a family, whatever tokens one of them
         adds and however each splits a text.
         """
-        return _digest(self.backend.convert_ids_to_tokens([place for place in _IDS if place < self.num_ids]))
+        vocab = self.backend.backend_tokenizer.get_vocab(with_added_tokens=False)
+        return _digest(sorted((place, piece) for piece, place in vocab.items() if place in _IDS))
 
     @property
     def special_tokens(self) -> frozenset[str]:

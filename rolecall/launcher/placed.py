@@ -8,7 +8,7 @@ starts other roles from that file, or the same ones again, leaves them out.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rolecall.config_file import complete_tree, read_tree
 from rolecall.disk import replace_text
@@ -33,15 +33,18 @@ def note_placed(configured: RunSettings, resolved: RunSettings) -> None:
     replace_text(resolved.run.dir / FILE, json.dumps({**placed, "references": references}) + "\n")
 
 
-def load_unplaced(path: Path, overrides: Sequence[str], recipe: str | None) -> RunSettings:
-    """`load_settings` for whoever starts the roles, of what `load_unplaced_tree` returns; epochs are counted in steps.
-    RoleCallError of who counts, too.
+def load_unplaced(path: Path, overrides: Sequence[str], recipe: str | None, out: TextIO) -> RunSettings:
+    """`load_settings` for whoever starts the roles, of what `load_unplaced_tree` returns; epochs are counted in steps,
+    which a line in `out` says before. RoleCallError of who counts, too.
     """
     tree, given = load_unplaced_tree(path, overrides, recipe)
     from_environment(tree)
     settings = validated(tree, path, given)
     if settings.run.num_epochs is None:
         return settings
+    files = ", ".join(map(str, settings.data.train))
+    out.write(f"counting the prompts of {files} for run.num_epochs\n")
+    out.flush()  # many take minutes
     length = {"num_epochs": None, "num_steps": count_steps(settings, settings.run.num_epochs)}
     return validated({**tree, "run": tree["run"] | length}, path, given)
 

@@ -85,7 +85,8 @@ class JobSection(Section):
     @model_validator(mode="after")
     def _length_is_given_once(self) -> Self:
         if (self.num_steps is None) == (self.num_epochs is None):
-            raise ValueError("give one of run.num_steps and run.num_epochs")
+            both = f" ({self.num_steps} and {self.num_epochs}): set the other to null" if self.num_epochs else ""
+            raise ValueError(f"give one of run.num_steps and run.num_epochs{both}")
         return self
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
-from rolecall.config_file import load_tree, override_tree, read_tree
+from rolecall.config_file import load_tree, overridden, read_tree
 from rolecall.errors import ConfigError
 from rolecall.settings.data import JobSection, RunSection
 from rolecall.settings.environment import from_environment
@@ -46,17 +46,13 @@ def validated(tree: dict[str, Any], path: Path, given: str = "") -> RunSettings:
 
 def load_sft_settings(path: Path, overrides: list[str] | None = None) -> SftSettings:
     """The same for the file of `rolecall sft`, which has no recipe."""
-    tree = read_tree(path)
-    for override in overrides or []:
-        override_tree(tree, override)
+    tree = overridden(read_tree(path), overrides or ())
     return _valid(SftSettings, tree, path, "")
 
 
 def load_reward_model_settings(path: Path, overrides: list[str] | None = None) -> RewardModelSettings:
     """The same for the file of `rolecall serve reward-model`."""
-    tree = read_tree(path)
-    for override in overrides or []:
-        override_tree(tree, override)
+    tree = overridden(read_tree(path), overrides or ())
     return _valid(RewardModelSettings, tree, path, "")
 
 

@@ -96,8 +96,11 @@ class CriticOptimizerSection(OptimizerSection):
 
     @model_serializer(mode="wrap")
     def _as_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves out what is absent, which goes on to follow the actor's in a file that is written of it."""
-        return {name: value for name, value in dump(self).items() if name in self.model_fields_set}
+        """Leaves out what is absent, which goes on to follow the actor's in a file that is written of it. The rate
+        follows nothing.
+        """
+        shown = self.model_fields_set | {"learning_rate"}
+        return {name: value for name, value in dump(self).items() if name in shown}
 
     def beside(self, actor: OptimizerSection, updates: float) -> OptimizerSection:
         """The whole optimizer. `updates`: the critic's for each of the actor's."""
@@ -105,7 +108,8 @@ class CriticOptimizerSection(OptimizerSection):
         decays = given.get("schedule", actor.schedule) == "wsd" and actor.decay_steps is not None
         followed = {
             "learning_rate": self.learning_rate,
-            "min_learning_rate": actor.min_learning_rate * self.learning_rate / actor.learning_rate,
+            # the quotient first: it is at most 1, so that no rounding takes this above the peak
+            "min_learning_rate": actor.min_learning_rate / actor.learning_rate * self.learning_rate,
             "warmup_steps": int(actor.warmup_steps * updates),
             "decay_steps": max(1, int((actor.decay_steps or 0) * updates)) if decays else None,
         }

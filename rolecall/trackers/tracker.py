@@ -98,11 +98,14 @@ class TrackedRun:
 
 
 def shown_configuration(settings: RunSettings | SftSettings) -> dict[str, Any]:
-    """The configuration for other people's servers, without what may be a credential.
+    """The configuration for other people's servers, without what may be a credential. The critic's optimizer is whole,
+    with what follows the actor's.
 
     The options of a user's tracker may hold a key, so the section `trackers` is left out.
     """
     dumped = settings.model_dump(mode="json", exclude={"trackers"})
+    if isinstance(settings, RunSettings) and settings.critic_optimizer is not None:
+        dumped["critic"]["optimizer"] = settings.critic_optimizer.model_dump(mode="json")
     return {section: without_credentials(values) for section, values in dumped.items()}
 
 

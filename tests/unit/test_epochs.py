@@ -1,5 +1,6 @@
 """The length of a run in epochs of its prompts: counted in steps by who starts the roles, and by nobody else."""
 
+import io
 import json
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def counted(config: Path, *overrides: str) -> RunSettings:
-    return load_unplaced(config, [*EPOCHS, "data.train=[train.jsonl, more.jsonl]", *overrides], None)
+    return load_unplaced(config, [*EPOCHS, "data.train=[train.jsonl, more.jsonl]", *overrides], None, io.StringIO())
 
 
 def test_epochs_are_the_whole_batches_of_the_prompts_that_fit_and_the_run_s_file_has_the_steps(config: Path) -> None:
@@ -43,6 +44,7 @@ def test_epochs_are_the_whole_batches_of_the_prompts_that_fit_and_the_run_s_file
 def test_check_says_the_steps(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(config), *(f"--{override}" for override in EPOCHS)]) == 0
     said = capsys.readouterr().out
+    assert said.startswith(f"counting the prompts of {config.parent / 'train.jsonl'} for run.num_epochs\n")
     assert "run light: 1 steps, " in said
     assert "  1 steps of 4 groups are 1 epochs of these prompts, more where groups are dropped or prompts are" in said
 

@@ -358,6 +358,30 @@ def test_all_linear_is_every_matrix_of_the_language_model_that_may_have_an_adapt
     assert "adapters: actor.lora.target_modules all-linear are in_proj_ba, q_proj, up_proj" in out.getvalue()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.2.eh_proj.weight",
+        "layers.2.embed_tokens.weight",
+        "layers.2.shared_head.head.weight",
+        "layers.0.block_sparse_moe.router.layer.weight",
+        "layers.0.mlp.gate.wg.weight",
+        "layers.0.linear_attn.A_log",
+    ],
+)
+def test_all_linear_leaves_out_what_no_trainer_gives_an_adapter(config: Path, name: str) -> None:
+    path = config.parent / "model"
+    edit("config.json", num_hidden_layers=2)(path)
+    save_matrices(config, f"{LAYER}.q_proj.weight", f"model.{name}")
+    assert with_modules(LoraSection(target_modules="all-linear"), path).target_modules == ("q_proj",)
+
+
+def test_all_linear_of_no_module_is_refused(config: Path) -> None:
+    save_matrices(config, "model.layers.0.mlp.gate.weight")
+    with pytest.raises(ConfigError, match=r"^actor\.lora\.target_modules all-linear: the model .* has no matrix in"):
+        with_modules(LoraSection(target_modules="all-linear"), config.parent / "model")
+
+
 def test_a_target_of_the_critics_adapters_is_looked_for_in_its_own_model(config: Path) -> None:
     save_matrices(config, f"{LAYER}.q_proj.weight", f"{LAYER}.v_proj.weight")
     critic, own = config.parent / "critic", config.parent / "model"

@@ -1,5 +1,6 @@
 """Which addresses of a run's resolved file are left out when its roles are started again."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def resolved(tmp_path: Path) -> RunSettings:
 
 
 def test_what_the_launcher_chose_is_left_out_and_what_the_user_gave_stays(resolved: RunSettings) -> None:
-    found = load_unplaced(write_config(resolved), [], None)
+    found = load_unplaced(write_config(resolved), [], None, io.StringIO())
     assert (found.controller.address, found.actor.address, found.actor.bind) == (None, None, None)
     assert found.references["old"].address is None
     assert found.reward.address == "scorer:1"
@@ -40,7 +41,7 @@ def test_an_override_stays_also_where_it_is_what_the_launcher_chose(resolved: Ru
         f"references.old.address={resolved.references['old'].address}",
         f"controller.bind={resolved.controller.bind}",
     ]
-    found = load_unplaced(write_config(resolved), mine, None)
+    found = load_unplaced(write_config(resolved), mine, None, io.StringIO())
     assert (found.actor.address, found.actor.bind) == (resolved.actor.address, None)
     assert found.references["old"].address == resolved.references["old"].address
     assert (found.controller.address, found.controller.bind) == (None, resolved.controller.bind)

@@ -48,6 +48,26 @@ def test_what_the_file_sets_goes_before_the_recipe(config: Path, tmp_path: Path)
     assert settings.algorithm.advantage == GrpoAdvantage(normalize_std=False)
 
 
+def test_a_length_by_the_one_key_goes_before_one_by_the_other_farther_off(config: Path, tmp_path: Path) -> None:
+    (recipe := tmp_path / "recipe.yaml").write_text("run: {num_epochs: 3, seed: 5}\n")
+    steps = load_settings(config).run.num_steps
+    run = load_settings(config, recipe=recipe).run
+    assert (run.num_steps, run.num_epochs, run.seed) == (steps, None, 5)
+    run = load_settings(config, ["run.num_epochs=2"], recipe).run
+    assert (run.num_steps, run.num_epochs) == (None, 2)
+    run = load_settings(config, ["run.num_epochs=2", "run.num_steps=null"]).run
+    assert (run.num_steps, run.num_epochs) == (None, 2)
+    run = load_settings(config, ["run.num_steps=null"], recipe).run
+    assert (run.num_steps, run.num_epochs) == (None, 3)
+
+
+def test_two_lengths_in_one_place_are_refused_with_both(config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"give one of run\.num_steps and run\.num_epochs \(0 and 2\): set the other"):
+        load_settings(config, ["run.num_steps=0", "run.num_epochs=2"])
+    with pytest.raises(ConfigError, match=r"give one of run\.num_steps and run\.num_epochs$"):
+        load_settings(config, ["run.num_steps=null"])
+
+
 def test_of_two_kinds_of_a_section_the_files_own_is_taken_whole(config: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("algorithm: {advantage: {kind: grpo, normalize_std: false}}\n")

@@ -1,5 +1,6 @@
 """Which examples a step of `rolecall sft` takes, and how long it goes on."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.settings import SftSettings
+from rolecall.settings import SftSettings, load_sft_settings
 from rolecall.training.sft.train import Batches
 
 
@@ -49,3 +50,9 @@ def test_the_length_is_given_in_steps_or_in_epochs(tmp_path: Path) -> None:
     for run in ({}, {"num_epochs": 2, "num_steps": 4}):
         with pytest.raises(ValueError, match=r"one of run\.num_steps and run\.num_epochs"):
             SftSettings.model_validate(tree(tmp_path, **run))
+
+
+def test_a_length_on_the_command_line_goes_before_the_other_in_the_file(tmp_path: Path) -> None:
+    (file := tmp_path / "sft.yaml").write_text(json.dumps(tree(tmp_path, num_epochs=2)))
+    run = load_sft_settings(file, ["run.num_steps=4"]).run
+    assert (run.num_steps, run.num_epochs) == (4, None)

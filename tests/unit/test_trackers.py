@@ -19,7 +19,7 @@ import yaml
 
 from examples.custom_tracker.webhook import Webhook
 from rolecall.errors import ConfigError
-from rolecall.settings import RunSettings, SftSettings
+from rolecall.settings import OptimizerSection, RunSettings, SftSettings
 from rolecall.trackers import MAX_SHOWN, End, TrackedRun, Trackers, background_tracker, require
 from rolecall.trackers.background_tracker import BackgroundTracker
 from rolecall.trackers.mlflow import metric_name
@@ -320,6 +320,18 @@ def test_nothing_that_is_sent_to_a_tracker_is_a_credential(make_settings: MakeSe
     shown = json.dumps(shown_configuration(settings))
     assert "secret" not in shown
     assert "http://collector.example:4317" in shown
+
+
+def test_trackers_are_shown_all_that_the_critic_trains_with(make_settings: MakeSettings) -> None:
+    settings = make_settings(
+        algorithm={"groups_per_batch": 2, "advantage": {"kind": "gae"}},
+        actor={"optimizer": {"schedule": "cosine", "max_grad_norm": 0.5}},
+        critic={"optimizer": {"weight_decay": 0.1}},
+    )
+    optimizer = shown_configuration(settings)["critic"]["optimizer"]
+    assert optimizer.keys() == OptimizerSection.model_fields.keys()
+    told = optimizer["learning_rate"], optimizer["weight_decay"], optimizer["schedule"], optimizer["max_grad_norm"]
+    assert told == (1e-5, 0.1, "cosine", 0.5)
 
 
 def test_what_is_told_of_a_tracker_names_no_password(caplog: pytest.LogCaptureFixture) -> None:

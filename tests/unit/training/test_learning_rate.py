@@ -92,6 +92,14 @@ def test_the_critic_follows_the_actors_schedule_at_its_own_rate_and_pace() -> No
     assert CriticOptimizerSection(learning_rate=1e-6).beside(ACTOR, updates=1) == ACTOR
 
 
+@pytest.mark.parametrize("rate", [digits * 10**-power for power in (5, 6, 7) for digits in (1, 1.5, 2, 3, 5, 7)])
+def test_a_rate_that_decay_leaves_as_it_is_does_so_for_the_critic_too(rate: float) -> None:
+    actor = OptimizerSection(schedule="cosine", learning_rate=rate, min_learning_rate=rate)
+    for critic in (CriticOptimizerSection(), CriticOptimizerSection(learning_rate=3e-6)):
+        whole = critic.beside(actor, updates=1)
+        assert whole.min_learning_rate == whole.learning_rate
+
+
 def test_what_the_critic_s_optimizer_says_goes_before_the_actors() -> None:
     own = CriticOptimizerSection(betas=(0.9, 0.99), weight_decay=0.0, schedule="cosine", warmup_steps=1, kind="muon")
     critic = own.beside(ACTOR, updates=2)
@@ -134,7 +142,7 @@ def test_a_schedule_of_the_critic_s_is_held_against_the_actors_and_the_run(
 
 def test_what_the_critic_left_out_still_follows_the_actor_in_the_file_that_a_run_keeps() -> None:
     kept = with_critic(weight_decay=0.1, betas=[0.9, 0.999]).model_dump(mode="json")
-    assert kept["critic"]["optimizer"] == {"weight_decay": 0.1, "betas": [0.9, 0.999]}
+    assert kept["critic"]["optimizer"] == {"learning_rate": 1e-5, "weight_decay": 0.1, "betas": [0.9, 0.999]}
     kept["actor"]["optimizer"] |= {"max_grad_norm": 0.5}
     optimizer = RunSettings.model_validate(kept, context={"base": Path("/")}).critic_optimizer
     assert optimizer is not None
