@@ -201,6 +201,18 @@ async def test_a_function_that_asks_for_images_has_their_files(tmp_path: Path, i
     assert outcome == Score(float(sees), {"mine": float(sees)})
 
 
+async def test_a_function_beside_one_that_sees_images_is_handed_none(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    parts = {
+        name: {"scorer": {"kind": "function", "target": "mine:size", "images": name == "sees"}}
+        for name in ("sees", "reads")
+    }
+    (item,) = items_of("a")
+    async with reward_service(tmp_path, **parts) as address, client_of(address, timeout_s=60.0) as client:
+        (outcome,) = await client.score([seen(item, "<image>", FIRST)])
+    assert outcome == Score(float(len(FIRST)), {"sees": float(len(FIRST)), "reads": 0.0})
+
+
 async def test_a_scorer_elsewhere_gets_images_where_it_names_them_and_large_ones_alone(tmp_path: Path) -> None:
     for reads in (("messages", "images"), ("messages",)):
         spec = description("sees", (0, 1e9), reads, {}, token_rewards=False, max_items=0)
