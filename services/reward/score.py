@@ -26,7 +26,7 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError
 from rolecall.scoring.client import open_client
 from rolecall.scoring.exchange import believed
-from rolecall.scoring.scores import Failure, Outcome, Score, chunked
+from rolecall.scoring.scores import CHUNK_IMAGE_BYTES, Failure, Outcome, Score, chunked
 from rolecall.settings import RunSettings, load_settings
 from rolecall.terminal import exit_code
 from rolecall.v1 import reward_pb2, trajectory_pb2
@@ -35,8 +35,6 @@ from services.reward.dispatcher import Dispatcher
 
 CHUNK = 256
 """Items per call, or a prompt's responses where they are more."""
-IMAGE_CHUNK = 64
-"""The same where the scorer reads images."""
 MAX_CALLS = 4
 """Calls under way."""
 _FLAGS = ("--config", "--json", "--response-field")
@@ -141,7 +139,7 @@ async def scored(
         may_show = settings.data.images_field is not None
         reads_images = may_show and reward_pb2.SCORE_FIELD_IMAGES in (await describe()).reads
         shown = images() if reads_images else {}
-        chunks = chunked(items, IMAGE_CHUNK if reads_images else CHUNK)
+        chunks = [part for chunk in chunked(items, CHUNK) for part in (_lighter(chunk, shown) if shown else [chunk])]
 
         async def one(chunk: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
             async with room:  # bounded: by the calls that hold it
@@ -149,6 +147,10 @@ async def scored(
 
         # bounded: a scorer has its components' deadlines
         return [outcome for chunk in await asyncio.gather(*map(one, chunks)) for outcome in chunk]
+
+
+def _lighter(items: Sequence[reward_pb2.ScoreItem], shown: Images) -> list[list[reward_pb2.ScoreItem]]:
+    return chunked(items, CHUNK_IMAGE_BYTES, lambda item: sum(image.num_bytes for image in shown[item.group]))
 
 
 def _showing(item: reward_pb2.ScoreItem, shown: Images) -> reward_pb2.ScoreItem:

@@ -1,5 +1,6 @@
 """Scorers that ask for images: where each stands in the conversation, who is sent the files, and who is not."""
 
+import asyncio
 import base64
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from rolecall.rpc.server import Server
 from rolecall.scoring.scores import Item, Score, images_of, score_item
 from rolecall.settings import ExternalScorer, RpcSection, RunSettings
 from rolecall.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
+from services.controller.groups import group_scorer
 from services.controller.groups.group_scorer import GroupScorer
 from services.controller.threads import StoreThreads
 from tests.contract.environment_peers import environment
@@ -306,6 +308,30 @@ async def test_a_prompt_s_images_are_read_once_for_all_of_its_responses(
     threads.close()
     items = [item for request in liar.requests for item in request.items]
     assert [list(item.images) for item in items] == [[FIRST, SECOND]] * len(group.rows)
+
+
+@pytest.mark.parametrize(("max_bytes", "at_once"), [(10**6, 2), (1, 1)])
+async def test_groups_are_scored_at_a_time_as_their_images_have_room(
+    store: StoreUnderTest,
+    tmp_path: Path,
+    make_settings: Callable[..., RunSettings],
+    monkeypatch: pytest.MonkeyPatch,
+    max_bytes: int,
+    at_once: int,
+) -> None:
+    monkeypatch.setattr(group_scorer, "MAX_IMAGE_BYTES", max_bytes)
+    settings = make_settings(data={"train": "train.jsonl", "images_field": "images"})
+    liar, threads = Liar(), StoreThreads()
+    liar.fail = lambda: asyncio.sleep(0.3)
+    groups = store.committed(2)
+    files = trajectory_pb2.Images(files=[FIRST]).SerializeToString()
+    for group in groups:
+        store.rows.put(group.rows[:1], [{IMAGES: np.frombuffer(files, np.uint8)}])
+    async with serving(liar) as scorer, client_of(scorer, timeout_s=30.0) as client:
+        scores = GroupScorer(settings, store.rows, threads, client, {}, ctl=1)
+        await asyncio.gather(*map(scores.score, groups))
+    threads.close()
+    assert liar.most_at_once == at_once
 
 
 @pytest.mark.parametrize(
