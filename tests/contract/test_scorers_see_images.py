@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from rolecall.data.images.files import spelled_in
 from rolecall.errors import ScorerError, ScorerUnavailableError, UnavailableError
 from rolecall.reward import SERVICE_NAME, Scorer, description, new_server, one_by_one
 from rolecall.rpc.server import Server
+from rolecall.scoring.http import HttpCarrier
 from rolecall.scoring.scores import Item, Score, images_of, score_item
 from rolecall.settings import ExternalScorer, RpcSection, RunSettings
 from rolecall.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
@@ -34,7 +37,7 @@ from tests.contract.test_rollout_shown_images import OWN, SHOWN, TOKENS, Gallery
 from tests.fixtures_store import StoreUnderTest
 from tests.pictures import picture
 from tests.tiny_tokenizer import VISION_TEMPLATE, VISION_TOKENS, write_tokenizer
-from tests.twins.http_scorer import HttpTwin, judge_twin
+from tests.twins.http_scorer import Asked, HttpTwin, judge_twin
 
 FIRST, SECOND, JPEG = picture(8, 8, 1), picture(8, 8, 2), picture(8, 8, 3, "JPEG")
 MODULE = """
@@ -174,6 +177,82 @@ async def test_an_image_that_is_none_is_the_item_s_fault() -> None:
     (item,) = items_of("red")
     async with component(judge(), SEEING) as one:
         assert values(await one.score([seen(item, "<image>b", b"no image")])) == ["INVALID_INPUT"]
+
+
+@pytest.mark.parametrize(
+    ("shown", "around"),
+    [
+        ("{{ prompt | upper | replace('LOOK', 'SEE') }}", ["WHAT IS IT? SEE: ", " WELL"]),
+        ("{{ prompt | title }}", ["What Is It? Look: ", " Well"]),
+        ("{{ prompt | wordwrap(9) }}", ["what is\nit? look:\n", " well"]),
+        ("{{ prompt | truncate(20, True, '', 0) }}", ["what is it? look: ", " "]),
+        ("{{ prompt[:19] }}", ["what is it? look: "]),
+        ("{{ prompt[18:] }}", [" well"]),
+        ("{{ (prompt | tojson)[:20] }}", ['"what is it? look: ']),
+        ("{{ prompt[:18] }}", None),
+        ("{{ prompt | truncate(12) }}", None),
+    ],
+)
+async def test_filters_leave_an_image_whole_or_leave_it_out(shown: str, around: list[str] | None) -> None:
+    twin = judge()
+    (item,) = items_of("")
+    async with component(twin, {**SEEING, "template": shown + "{{ response }}"}) as one:
+        assert values(await one.score([seen(item, "what is it? look: <image> well", FIRST)])) == [1.0]
+    content = twin.requests[0].body["messages"][0]["content"]
+    if around is None:
+        assert isinstance(content, str)
+        assert "what is" in content
+        assert content.isascii()
+    else:
+        assert [part["text"] for part in content if part["type"] == "text"] == around
+        assert [part for part in content if part["type"] != "text"] == [uri("png", FIRST)]
+
+
+@pytest.mark.parametrize("how", ["prompt | urlencode", "prompt | pprint", "prompt | tojson | pprint"])
+async def test_a_filter_that_breaks_an_image_is_told(how: str) -> None:
+    twin = judge()
+    (item,) = items_of("")
+    async with component(twin, {**SEEING, "template": f"{{{{ {how} }}}} {{{{ response }}}}"}) as one:
+        (outcome,) = await one.score([seen(item, "look: <image> well", FIRST)])
+        assert values([outcome]) == ["INVALID_INPUT"]
+        assert "template changes what stands for the images" in str(outcome)
+        assert values(await one.score([seen(item, "no image")])) == [1.0], "there is nothing to break"
+
+
+async def test_nobody_spells_what_stands_for_an_image() -> None:
+    twin = judge()
+    spelled = "\ue000\uf000\\ue001 \u00e9\U0001f600"
+    (item,) = items_of(spelled)
+    async with component(twin, {**SEEING, "template": "{{ prompt }}{{ response }}{{ response | tojson }}"}) as one:
+        assert values(await one.score([seen(item, "\ue001<image>\uf001", FIRST)])) == [1.0]
+    assert twin.requests[0].body["messages"][0]["content"] == [
+        {"type": "text", "text": "\ue001"},
+        uri("png", FIRST),
+        {"type": "text", "text": f'\uf001{spelled}"\ue000\uf000\\\\ue001 \\u00e9\\ud83d\\ude00"'},
+    ]
+
+
+async def test_a_question_with_an_image_is_encoded_once_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[threading.Thread]()
+    encoded = HttpCarrier.encoded
+
+    def noted(carrier: HttpCarrier, body: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return encoded(carrier, body)
+
+    def slow(request: Asked) -> Any:
+        time.sleep(0.5)
+        return answer(request)
+
+    monkeypatch.setattr(HttpCarrier, "encoded", noted)
+    twin = judge()
+    answer, twin.answer = twin.answer, slow
+    one, other = items_of("a", "b")
+    async with component(twin, SEEING, hedge_after_s=0.1) as asks:
+        assert values(await asks.score([seen(one, "<image>", FIRST), seen(other, "no image")])) == [1.0, 1.0]
+    assert len(twin.requests) == 4, "each was sent twice"
+    assert len(threads) == 2
+    assert threads.count(threading.main_thread()) == 1, "text is not worth a thread"
 
 
 async def test_responses_to_different_images_are_not_compared() -> None:
