@@ -25,6 +25,7 @@ from rolecall.rpc.server import Server
 from rolecall.scoring.http import HttpCarrier
 from rolecall.scoring.scores import Item, Score, images_of, score_item
 from rolecall.settings import ExternalScorer, RpcSection, RunSettings
+from rolecall.settings.data import IMAGE_MARK
 from rolecall.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
 from services.controller.groups import group_scorer
 from services.controller.groups.group_scorer import GroupScorer
@@ -326,6 +327,23 @@ async def test_a_scorer_of_images_passes_the_kit_and_one_of_small_requests_does_
         report = await examine_scorer(Peer(address), own_pool(), Options(load_s=0.0, abandoned_work_s=0.5))
         await server.drain(0.0)
         assert {each.rule.name for each in report.results if each.verdict.status is Status.FAILED} == failed
+
+
+@pytest.mark.parametrize("reads_images", [True, False])
+async def test_the_kit_shows_images_to_a_scorer_that_reads_them_and_large_groups_to_one_of_whole_ones(
+    reads_images: bool,
+) -> None:
+    liar = Liar()
+    liar.spec.whole_groups = True
+    if not reads_images:
+        liar.spec.reads.remove(reward_pb2.SCORE_FIELD_IMAGES)
+    async with serving(liar) as address:
+        await examine_scorer(Peer(address), own_pool(), Options(load_s=0.0, abandoned_work_s=0.5))
+    items = [item for request in liar.requests for item in request.items]
+    assert any(IMAGE_MARK in message.content for item in items for message in item.messages) == reads_images
+    assert (max(len(image) for item in items for image in item.images or [b""]) > 15 * 2**20) == reads_images
+    groups = [request.items for request in liar.requests if request.items[:1] and request.items[0].group == "large"]
+    assert max(sum(len(item.response_text) for item in group) for group in groups) > 15 * 2**20
 
 
 # --- a run
