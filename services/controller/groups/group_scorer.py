@@ -150,7 +150,7 @@ class GroupScorer:
         metas: Sequence[trajectory_pb2.TrajectoryMeta],
         rows: Sequence[Mapping[str, Array]],
     ) -> list[Outcome]:
-        """What the scorer says of each item. Nobody else holds the items, which may be large."""
+        """An outcome for each item. Nobody else holds the items, which may be large."""
         if self._settings.shows_images and await self._reads_images():
             async with self._image_room.holding(partial(self._threads.call, self._showing, refs, metas, rows)) as items:
                 return await self._reward.score(items)

@@ -24,7 +24,7 @@ class ImageRoom:
 
     @asynccontextmanager
     async def holding(self, read: Callable[[], Awaitable[tuple[T, int]]]) -> AsyncIterator[T]:
-        """What `read` returns, beside its bytes; they are held until the end of the block."""
+        """Gives what `read` returns beside its bytes, which are held until the end of the block."""
         async with self._turn:  # bounded: by the groups before it, as the wait for room
             found, num_bytes = await read()
             while self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:

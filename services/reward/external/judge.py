@@ -90,7 +90,7 @@ class Judge:
         pairs = list(combinations(texts, 2))
         # every question ends by itself and is remembered, also where another one fails
         compared = (self._compared(items[0], images, *pair) for pair in pairs)
-        wins = await asyncio.gather(*compared, return_exceptions=True)
+        wins = await asyncio.gather(*compared, return_exceptions=True)  # bounded: by the deadline of each question
         won = dict(zip(pairs, _all(wins), strict=True))
         won |= {(second, first): 1.0 - win for (first, second), win in won.items()}
         tie = self._rubric.choices[TIE]
