@@ -306,7 +306,8 @@ async def cutting(file: Any, service: str, servicer: Any) -> AsyncIterator[str]:
 
     described = file.DESCRIPTOR.services_by_name[service]
     methods = {method.name: handler(method) for method in described.methods}
-    server = grpc.aio.server(interceptors=[ServerCalls()])
+    options = [("grpc.max_receive_message_length", 2**25)]  # of images
+    server = grpc.aio.server(interceptors=[ServerCalls()], options=options)
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(described.full_name, methods)])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
