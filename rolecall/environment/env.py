@@ -128,7 +128,9 @@ class Env(ABC):
     """
 
     shows_images: bool = False
-    """Whether the run shows its policy images (`environment.max_image_bytes`); known from `reset` on."""
+    """Whether the run shows its policy images (`environment.max_image_bytes`); set before `reset` where it does. An Env
+    that wraps another hands it on.
+    """
 
     @abstractmethod
     def reset(self, task: Task, seed: int) -> Messages | Opening:

@@ -226,7 +226,8 @@ class Sessions:
 
     def _boot(self, session: _Session, request: environment_pb2.ResetRequest) -> environment_pb2.ResetResponse:
         session.env = env = self._make()
-        env.shows_images = request.shows_images
+        if request.shows_images:  # an Env may be frozen
+            env.shows_images = True
         return answers.opening_of(env.reset(answers.task_of(request.task), request.seed), answers.roles_of(self.spec))
 
     def _step(self, session: _Session, action: Action) -> environment_pb2.StepResponse:

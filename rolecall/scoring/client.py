@@ -168,29 +168,29 @@ class RewardClient:
             spec = await self.describe()
         except RoleCallError as error:
             return [self._peer.has_failed(error)] * len(items)
-        chunks = cut([only(item, spec) for item in items], spec)
-        scored = await asyncio.gather(*(self._call(chunk, spec) for chunk in chunks))
+        # messages of their own: what they are made of is not kept, for it may be large
+        requests = [reward_pb2.ScoreRequest(items=part) for part in cut([only(item, spec) for item in items], spec)]
+        scored = await asyncio.gather(*(self._call(request, spec) for request in requests))
         by_id = {
             item.id: outcome
-            for chunk, outcomes in zip(chunks, scored, strict=True)
-            for item, outcome in zip(chunk, outcomes, strict=True)
+            for request, outcomes in zip(requests, scored, strict=True)
+            for item, outcome in zip(request.items, outcomes, strict=True)
         }
         return [by_id[item.id] for item in items]
 
-    async def _call(self, items: list[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse) -> list[Outcome]:
+    async def _call(self, request: reward_pb2.ScoreRequest, spec: reward_pb2.DescribeResponse) -> list[Outcome]:
         async with self._calls:  # bounded: what is inside has timeout_s, and admission bounds how many wait
             try:
-                request = reward_pb2.ScoreRequest(items=items)
                 response, called_at = await self._peer.within_limit(
                     lambda: self._peer.hedged(lambda: self._stub.Score(request, timeout=self._timeout_s))
                 )
-                outcomes = believed(response, items, spec, self._name)
+                outcomes = believed(response, request.items, spec, self._name)
             except RoleCallError as error:
                 if not isinstance(error, RateLimitedError):
                     self._spec = None  # perhaps another process answers there now
                 failure = self._peer.has_failed(error)
                 self._peer.is_silent(failure)
-                return [failure] * len(items)
+                return [failure] * len(request.items)
         self._peer.has_scored(outcomes, called_at)
         if ScorerError.reason in {outcome.code for outcome in outcomes if isinstance(outcome, Failure)}:
             self._spec = None  # perhaps it describes itself otherwise now

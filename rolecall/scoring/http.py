@@ -71,19 +71,23 @@ class HttpCarrier:
             trust_env=not here,
         )
 
-    async def call(self, path: str, body: Any, timeout_s: float) -> Any:
+    def encoded(self, body: Any) -> bytes:
+        """Returns the JSON of `body`."""
+        return json.dumps(body).encode()
+
+    async def call(self, path: str, body: bytes | None, timeout_s: float) -> Any:
         """Returns the JSON that the server answers to the JSON `body`, posted to `path`; to None, which is a GET, what
         it says of itself. Raises what a RewardService's answer of that kind would: see `status_error`.
         """
         url = f"{self._url}{self._look_path if body is None else path}"
-        method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+        method = "GET" if body is None else "POST"
         timeout_s = deadlines.child_timeout_s(timeout_s)
         headers = {"content-type": "application/json"} if body is not None else {}
         if self._token is not None:
             headers["authorization"] = f"Bearer {self._token()}"
         try:
             async with asyncio.timeout(timeout_s):
-                async with self._client.stream(method, url, content=content, headers=headers) as response:
+                async with self._client.stream(method, url, content=body, headers=headers) as response:
                     data = await _read(response, url)
         except TimeoutError as error:
             raise DeadlineError(f"{url} did not answer within {timeout_s:.1f} s") from error

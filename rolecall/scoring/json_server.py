@@ -19,9 +19,13 @@ from rolecall.settings import RpcSection, ScorerServer, token_given
 class Carrier(Protocol):
     """The way to a server that takes and answers JSON."""
 
+    def encoded(self, body: Any) -> Any:
+        """Returns the JSON `body` as calls take it: encoded once, however often it is sent."""
+        ...
+
     async def call(self, path: str, body: Any, timeout_s: float) -> Any:
-        """Returns what the server answers to `body` at `path` below its URL; to None, what it says of itself. Raises
-        what a RewardService's answer of that kind would.
+        """Returns what the server answers to the `encoded` body at `path` below its URL; to None, what it says of
+        itself. Raises what a RewardService's answer of that kind would.
         """
         ...
 
@@ -49,13 +53,14 @@ class JsonServer:
 
     async def post(self, path: str, body: object | Callable[[], object]) -> Any:
         """Returns the JSON that the server answers to the JSON `body` at `path` below its URL; a function makes a large
-        one when its turn comes. Raises what a RewardService's answer of that kind would.
+        one when its turn comes, in a thread. Raises what a RewardService's answer of that kind would.
         """
         away = self.peer.away()
         if away is not None:
             raise away
         async with self._calls:  # bounded: what is inside has timeout_s, and admission bounds how many wait
-            made = body() if callable(body) else body
+            encoded = self._carrier.encoded
+            made = await asyncio.to_thread(lambda: encoded(body())) if callable(body) else encoded(body)
             try:
                 answer, _ = await self.peer.within_limit(
                     lambda: self.peer.hedged(lambda: self._carrier.call(path, made, self._timeout_s))

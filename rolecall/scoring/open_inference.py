@@ -50,7 +50,23 @@ class InferenceCarrier:
             messages.ModelInferResponse.FromString,
         )
 
-    async def call(self, path: str, body: Any, timeout_s: float) -> Any:
+    def encoded(self, body: Any) -> messages.ModelInferRequest:
+        """Returns the request of an inference of tensors of text."""
+        return messages.ModelInferRequest(
+            model_name=self._model,
+            inputs=[
+                messages.InferTensor(
+                    name=tensor["name"],
+                    datatype=tensor["datatype"],
+                    shape=tensor["shape"],
+                    contents=messages.InferTensorContents(bytes_contents=[text.encode() for text in tensor["data"]]),
+                )
+                for tensor in body["inputs"]
+            ],
+            outputs=[messages.InferRequestedOutput(name=output["name"]) for output in body["outputs"]],
+        )
+
+    async def call(self, path: str, body: messages.ModelInferRequest | None, timeout_s: float) -> Any:
         """The model's metadata where `body` is None, else its answer to the inference `body`. VersionMismatchError when
         the server knows no such model.
         """
@@ -59,7 +75,7 @@ class InferenceCarrier:
             if body is None:
                 found = await self._metadata(messages.ModelMetadataRequest(name=self._model), timeout=timeout_s)
                 return {"inputs": _as_json(found.inputs), "outputs": _as_json(found.outputs)}
-            return _answer(await self._infer(_question(self._model, body), timeout=timeout_s))
+            return _answer(await self._infer(body, timeout=timeout_s))
         except NotFoundError as error:
             raise VersionMismatchError(f"{self._address}: {error.message}") from error
 
@@ -70,23 +86,6 @@ class InferenceCarrier:
 
 def _as_json(tensors: Any) -> list[dict[str, Any]]:
     return [{"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)} for tensor in tensors]
-
-
-def _question(model: str, body: Any) -> messages.ModelInferRequest:
-    """The request of an inference of tensors of text."""
-    return messages.ModelInferRequest(
-        model_name=model,
-        inputs=[
-            messages.InferTensor(
-                name=tensor["name"],
-                datatype=tensor["datatype"],
-                shape=tensor["shape"],
-                contents=messages.InferTensorContents(bytes_contents=[text.encode() for text in tensor["data"]]),
-            )
-            for tensor in body["inputs"]
-        ],
-        outputs=[messages.InferRequestedOutput(name=output["name"]) for output in body["outputs"]],
-    )
 
 
 def _answer(response: messages.ModelInferResponse) -> Any:

@@ -30,6 +30,10 @@ FINISH_REASONS = {
 ALL_FIELDS = tuple(value for value in reward_pb2.ScoreField.values() if value != reward_pb2.SCORE_FIELD_UNSPECIFIED)
 TEXT_FIELDS = tuple(value for value in ALL_FIELDS if value != reward_pb2.SCORE_FIELD_IMAGES)
 """Fields of a scorer that asks for none by name: images are large."""
+CHUNK_IMAGE_BYTES = 64 * 2**20
+"""Bytes of images that whoever scores a file or a held-out set puts into one call, or a prompt's responses where they
+have more.
+"""
 _GREATEST = float(np.finfo(np.float32).max)
 """Rewards are kept as float32."""
 MAX_MESSAGE_CHARS = 1000
@@ -286,13 +290,23 @@ def groups_of(items: Sequence[reward_pb2.ScoreItem]) -> list[list[int]]:
     return list(groups.values())
 
 
-def chunked(items: Sequence[reward_pb2.ScoreItem], num_items: int) -> list[list[reward_pb2.ScoreItem]]:
-    """Cuts `items` into lists of at most `num_items`, or of one group where that is larger; no group is cut."""
+def chunked(
+    items: Sequence[reward_pb2.ScoreItem],
+    most: int,
+    weight: Callable[[reward_pb2.ScoreItem], int] = lambda item: 1,
+) -> list[list[reward_pb2.ScoreItem]]:
+    """Cuts `items` into lists of at most `most` items, or of what each of them weighs; or of one group where that is
+    more, for no group is cut.
+    """
     chunks: list[list[reward_pb2.ScoreItem]] = []
+    room = 0
     for places in groups_of(items):
-        if not chunks or len(chunks[-1]) + len(places) > num_items:
+        size = sum(weight(items[place]) for place in places)
+        if not chunks or size > room:
             chunks.append([])
+            room = most
         chunks[-1].extend(items[place] for place in places)
+        room -= size
     return chunks
 
 

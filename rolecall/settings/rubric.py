@@ -2,6 +2,8 @@
 rubrics are written, compared and reused apart from runs.
 """
 
+import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -18,6 +20,11 @@ OF_PROMPTS = frozenset({"prompt", "messages", "ground_truth", "ground_truths", "
 """Variables of every template."""
 OF_SCOPE = {"item": frozenset({"response"}), "group": frozenset({"first", "second"})}
 """Variables of a template beside those, by scope."""
+MARKS = (range(0xE000, 0xF000), range(0xF000, 0xF900))
+"""Characters for private use, in two ranges that differ in their first digits. Of them one stands for each image while
+a template is filled in: a character has no case, and no cut leaves half of one.
+"""
+_ESCAPED = re.compile("[^\\x00-\\x7f\\ue000-\\uf8ff]+")
 FIRST, SECOND, TIE = "first", "second", "tie"
 
 
@@ -29,7 +36,15 @@ def templates() -> "ImmutableSandboxedEnvironment":
     from jinja2 import StrictUndefined  # 45 ms, which every process of a run would pay for
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.policies["json.dumps_function"] = _json
+    return environment
+
+
+def _json(value: object, **options: Any) -> str:
+    """The JSON of `value` in ASCII, but for MARKS, which are left as they are."""
+    text = json.dumps(value, ensure_ascii=False, **options)
+    return _ESCAPED.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
 class Rubric(Section):

@@ -24,7 +24,15 @@ from rolecall.data.dataset import load_prompts
 from rolecall.data.images.files import ImageFile
 from rolecall.errors import InvalidInputError, RoleCallError, ScorerError, UnavailableError
 from rolecall.scoring.client import RewardClient
-from rolecall.scoring.scores import Failure, Score, chunked, groups_of, num_shown_in, score_item
+from rolecall.scoring.scores import (
+    CHUNK_IMAGE_BYTES,
+    Failure,
+    Score,
+    chunked,
+    groups_of,
+    num_shown_in,
+    score_item,
+)
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.settings.deadlines import TOKENS_PER_S
 from rolecall.telemetry import Metrics
@@ -41,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 SCORE_CHUNK = 256
 """Items per Score call, or a prompt's responses where they are more."""
-IMAGE_CHUNK = 64
-"""The same where the scorer reads images: so many responses' files are read at a time."""
 LEAST_S = 600.0
 """Seconds that any evaluation gets."""
 ROUNDS = 3
@@ -328,7 +334,7 @@ class Evaluation:
         if not reads_images:
             return await self._sent(items, scored)
         away = set[str]()
-        for part in chunked(items, IMAGE_CHUNK):
+        for part in chunked(items, CHUNK_IMAGE_BYTES, lambda item: _image_bytes(shown[item.id])):
             if whole := await asyncio.to_thread(_with_images, part, shown):
                 away |= {item.id for item in await self._sent(whole, scored)}
         return [item for item in items if item.id in away]
@@ -409,6 +415,12 @@ def _with_images(items: Sequence[reward_pb2.ScoreItem], shown: Mapping[str, _Res
             continue
         whole.append(copy)
     return whole
+
+
+def _image_bytes(response: _Response) -> int:
+    """Bytes of the images in its item, for which none is read."""
+    num_times = 1 + num_shown_in(response.answer.meta.episode.messages)
+    return num_times * sum(image.num_bytes for image in response.images)
 
 
 def _read(images: Sequence[ImageFile]) -> list[bytes]:

@@ -13,6 +13,7 @@ from typing import Protocol
 from rolecall.errors import RoleCallError, ScorerError, ScorerUnavailableError, WorkerLostError
 from rolecall.scoring.awaited import TIMEOUT
 from rolecall.scoring.client import open_external
+from rolecall.scoring.exchange import only
 from rolecall.scoring.retries import with_retries
 from rolecall.scoring.scores import Failure, Outcome, Score, decode_reward, groups_of
 from rolecall.settings import CodeScorer, ExternalScorer, RpcSection, scorer_environment, shadows_of
@@ -78,7 +79,8 @@ class LocalComponent:
         )
 
     async def _attempt(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
-        return [_outcome(result) for result in await self._pool.score(self._name, items)]
+        sent = [only(item, self._spec) for item in items]
+        return [_outcome(result) for result in await self._pool.score(self._name, sent)]
 
 
 class Dispatcher:

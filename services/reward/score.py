@@ -23,10 +23,10 @@ from rolecall.data.dataset import RawPrompt, load_prompts, rows_of
 from rolecall.data.images.files import ImageFile
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.errors import ConfigError
+from rolecall.errors import ConfigError, RoleCallError
 from rolecall.scoring.client import open_client
 from rolecall.scoring.exchange import believed
-from rolecall.scoring.scores import Failure, Outcome, Score, chunked
+from rolecall.scoring.scores import CHUNK_IMAGE_BYTES, Failure, Outcome, Score, chunked
 from rolecall.settings import RunSettings, load_settings
 from rolecall.terminal import exit_code
 from rolecall.v1 import reward_pb2, trajectory_pb2
@@ -35,8 +35,6 @@ from services.reward.dispatcher import Dispatcher
 
 CHUNK = 256
 """Items per call, or a prompt's responses where they are more."""
-IMAGE_CHUNK = 64
-"""The same where the scorer reads images."""
 MAX_CALLS = 4
 """Calls under way."""
 _FLAGS = ("--config", "--json", "--response-field")
@@ -141,21 +139,36 @@ async def scored(
         may_show = settings.data.images_field is not None
         reads_images = may_show and reward_pb2.SCORE_FIELD_IMAGES in (await describe()).reads
         shown = images() if reads_images else {}
-        chunks = chunked(items, IMAGE_CHUNK if reads_images else CHUNK)
+        chunks = [part for chunk in chunked(items, CHUNK) for part in (_lighter(chunk, shown) if shown else [chunk])]
 
         async def one(chunk: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
             async with room:  # bounded: by the calls that hold it
-                return await score([_showing(item, shown) for item in chunk] if reads_images else chunk)
+                return await (_scored_with_images(score, chunk, shown) if reads_images else score(chunk))
 
         # bounded: a scorer has its components' deadlines
         return [outcome for chunk in await asyncio.gather(*map(one, chunks)) for outcome in chunk]
 
 
-def _showing(item: reward_pb2.ScoreItem, shown: Images) -> reward_pb2.ScoreItem:
-    """A copy of `item` with the files of its images."""
+def _lighter(items: Sequence[reward_pb2.ScoreItem], shown: Images) -> list[list[reward_pb2.ScoreItem]]:
+    return chunked(items, CHUNK_IMAGE_BYTES, lambda item: sum(image.num_bytes for image in shown[item.group]))
+
+
+async def _scored_with_images(score: ScoreItems, items: Sequence[reward_pb2.ScoreItem], shown: Images) -> list[Outcome]:
+    """One outcome per item, in order; a failure for one whose images cannot be read."""
+    found = await asyncio.to_thread(lambda: [_showing(item, shown) for item in items])
+    whole = [each for each in found if isinstance(each, reward_pb2.ScoreItem)]
+    scored = iter(await score(whole) if whole else [])
+    return [each if isinstance(each, Failure) else next(scored) for each in found]
+
+
+def _showing(item: reward_pb2.ScoreItem, shown: Images) -> reward_pb2.ScoreItem | Failure:
+    """A copy of `item` with the files of its images, or why it has none."""
     copy = reward_pb2.ScoreItem()
     copy.CopyFrom(item)
-    copy.images.extend(image.read() for image in shown[item.group])
+    try:
+        copy.images.extend(image.read() for image in shown[item.group])
+    except RoleCallError as error:
+        return Failure(error.reason, error.message)
     return copy
 
 

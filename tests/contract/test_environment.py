@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import itertools
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,22 @@ async def test_what_goes_wrong_ends_the_session_and_is_never_a_reward(text: str,
         with pytest.raises(EpisodeLostError, match=message):
             await client.stub.Close(close(grade=True))
         assert sessions.num_open == 0
+
+
+@dataclass(frozen=True)
+class Frozen(Env):
+    words: str = "well?"
+
+    def reset(self, task: Task, seed: int) -> str:
+        return self.words
+
+    def step(self, action: Action) -> Answer:
+        return Answer(reward=1.0, is_over=True)
+
+
+async def test_an_environment_that_cannot_be_changed_is_played_in_where_no_images_are_shown() -> None:
+    async with environment(Frozen) as (address, _), client_of(address) as client:
+        assert said(await client.stub.Reset(reset())) == "well?"
 
 
 async def test_an_environment_that_cannot_boot_keeps_no_place() -> None:

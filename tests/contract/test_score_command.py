@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,12 @@ import pyarrow.parquet
 import pytest
 import yaml
 
+from rolecall.data.images.files import ImageFile
 from rolecall.data.images.tokens import run_lengths
 from rolecall.reward import Scorer, description, one_by_one
+from rolecall.scoring.scores import Score
 from rolecall.settings import load_settings
-from services.reward.score import items_of, main
+from services.reward.score import items_of, main, scored
 from tests.contract.reward_peers import serving
 from tests.pictures import PAD, picture, write_seeing
 from tests.twins.launched import write_light_config
@@ -137,6 +140,33 @@ def test_a_scorer_that_reads_images_is_given_those_of_the_file(
     assert main([str(rows), "--config", str(run_file), "--json"]) == 0
     size = float(len(picture(8, 8)))
     assert [score["reward"] for score in json.loads(capsys.readouterr().out)["scores"]] == [size, size, 0.0]
+
+
+async def test_an_image_that_cannot_be_read_costs_its_prompt_alone_its_scores(run_file: Path) -> None:
+    tree = yaml.safe_load(run_file.read_text())
+    write_seeing(run_file.parent / "seeing")
+    tree["model"]["path"], tree["data"]["images_field"] = "seeing", "images"
+    (run_file.parent / "sees.py").write_text("def size(item):\n    return float(sum(map(len, item.images)))\n")
+    mine = {"scorer": {"kind": "function", "target": "sees:size", "images": True}}
+    tree["reward"]["components"] = {"mine": mine}
+    run_file.write_text(yaml.safe_dump(tree))
+    row = {"prompt": "<image>what?", "response": ["5", "6"], "images": ["a.png"]}
+    rows = write_rows(run_file.parent, *({**row, "uid": uid} for uid in "abc"))
+    settings, threads = load_settings(run_file), set[threading.Thread]()
+
+    class Noted(ImageFile):
+        def read(self) -> bytes:
+            threads.add(threading.current_thread())
+            return super().read()
+
+    gone, changed = run_file.parent / "gone.png", run_file.parent / "changed.png"
+    changed.write_bytes(b"no more")
+    images = {"a": (Noted(7, gone),), "b": (Noted(4, data=b"here"),), "c": (Noted(4, changed),)}
+    found = await scored(settings, items_of(settings, rows, "response"), lambda: images)
+    assert [outcome.value if isinstance(outcome, Score) else outcome.code for outcome in found] == [
+        *["STORAGE_UNAVAILABLE"] * 2, 4.0, 4.0, *["INVALID_INPUT"] * 2
+    ]  # fmt: skip
+    assert threading.main_thread() not in threads
 
 
 def test_the_truths_of_a_data_set_may_be_scored_as_its_responses(

@@ -1,6 +1,9 @@
 """Scorers that ask for images: where each stands in the conversation, who is sent the files, and who is not."""
 
+import asyncio
 import base64
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,12 @@ from rolecall.data.images.files import spelled_in
 from rolecall.errors import ScorerError, ScorerUnavailableError, UnavailableError
 from rolecall.reward import SERVICE_NAME, Scorer, description, new_server, one_by_one
 from rolecall.rpc.server import Server
+from rolecall.scoring.http import HttpCarrier
 from rolecall.scoring.scores import Item, Score, images_of, score_item
 from rolecall.settings import ExternalScorer, RpcSection, RunSettings
+from rolecall.settings.data import IMAGE_MARK
 from rolecall.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
+from services.controller.groups import group_scorer
 from services.controller.groups.group_scorer import GroupScorer
 from services.controller.threads import StoreThreads
 from tests.contract.environment_peers import environment
@@ -32,7 +38,7 @@ from tests.contract.test_rollout_shown_images import OWN, SHOWN, TOKENS, Gallery
 from tests.fixtures_store import StoreUnderTest
 from tests.pictures import picture
 from tests.tiny_tokenizer import VISION_TEMPLATE, VISION_TOKENS, write_tokenizer
-from tests.twins.http_scorer import HttpTwin, judge_twin
+from tests.twins.http_scorer import Asked, HttpTwin, judge_twin
 
 FIRST, SECOND, JPEG = picture(8, 8, 1), picture(8, 8, 2), picture(8, 8, 3, "JPEG")
 MODULE = """
@@ -174,6 +180,82 @@ async def test_an_image_that_is_none_is_the_item_s_fault() -> None:
         assert values(await one.score([seen(item, "<image>b", b"no image")])) == ["INVALID_INPUT"]
 
 
+@pytest.mark.parametrize(
+    ("shown", "around"),
+    [
+        ("{{ prompt | upper | replace('LOOK', 'SEE') }}", ["WHAT IS IT? SEE: ", " WELL"]),
+        ("{{ prompt | title }}", ["What Is It? Look: ", " Well"]),
+        ("{{ prompt | wordwrap(9) }}", ["what is\nit? look:\n", " well"]),
+        ("{{ prompt | truncate(20, True, '', 0) }}", ["what is it? look: ", " "]),
+        ("{{ prompt[:19] }}", ["what is it? look: "]),
+        ("{{ prompt[18:] }}", [" well"]),
+        ("{{ (prompt | tojson)[:20] }}", ['"what is it? look: ']),
+        ("{{ prompt[:18] }}", None),
+        ("{{ prompt | truncate(12) }}", None),
+    ],
+)
+async def test_filters_leave_an_image_whole_or_leave_it_out(shown: str, around: list[str] | None) -> None:
+    twin = judge()
+    (item,) = items_of("")
+    async with component(twin, {**SEEING, "template": shown + "{{ response }}"}) as one:
+        assert values(await one.score([seen(item, "what is it? look: <image> well", FIRST)])) == [1.0]
+    content = twin.requests[0].body["messages"][0]["content"]
+    if around is None:
+        assert isinstance(content, str)
+        assert "what is" in content
+        assert content.isascii()
+    else:
+        assert [part["text"] for part in content if part["type"] == "text"] == around
+        assert [part for part in content if part["type"] != "text"] == [uri("png", FIRST)]
+
+
+@pytest.mark.parametrize("how", ["prompt | urlencode", "prompt | pprint", "prompt | tojson | pprint"])
+async def test_a_filter_that_breaks_an_image_is_told(how: str) -> None:
+    twin = judge()
+    (item,) = items_of("")
+    async with component(twin, {**SEEING, "template": f"{{{{ {how} }}}} {{{{ response }}}}"}) as one:
+        (outcome,) = await one.score([seen(item, "look: <image> well", FIRST)])
+        assert values([outcome]) == ["INVALID_INPUT"]
+        assert "template changes what stands for the images" in str(outcome)
+        assert values(await one.score([seen(item, "no image")])) == [1.0], "there is nothing to break"
+
+
+async def test_nobody_spells_what_stands_for_an_image() -> None:
+    twin = judge()
+    spelled = "\ue000\uf000\\ue001 \u00e9\U0001f600"
+    (item,) = items_of(spelled)
+    async with component(twin, {**SEEING, "template": "{{ prompt }}{{ response }}{{ response | tojson }}"}) as one:
+        assert values(await one.score([seen(item, "\ue001<image>\uf001", FIRST)])) == [1.0]
+    assert twin.requests[0].body["messages"][0]["content"] == [
+        {"type": "text", "text": "\ue001"},
+        uri("png", FIRST),
+        {"type": "text", "text": f'\uf001{spelled}"\ue000\uf000\\\\ue001 \\u00e9\\ud83d\\ude00"'},
+    ]
+
+
+async def test_a_question_with_an_image_is_encoded_once_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[threading.Thread]()
+    encoded = HttpCarrier.encoded
+
+    def noted(carrier: HttpCarrier, body: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return encoded(carrier, body)
+
+    def slow(request: Asked) -> Any:
+        time.sleep(0.5)
+        return answer(request)
+
+    monkeypatch.setattr(HttpCarrier, "encoded", noted)
+    twin = judge()
+    answer, twin.answer = twin.answer, slow
+    one, other = items_of("a", "b")
+    async with component(twin, SEEING, hedge_after_s=0.1) as asks:
+        assert values(await asks.score([seen(one, "<image>", FIRST), seen(other, "no image")])) == [1.0, 1.0]
+    assert len(twin.requests) == 4, "each was sent twice"
+    assert len(threads) == 2
+    assert threads.count(threading.main_thread()) == 1, "text is not worth a thread"
+
+
 async def test_responses_to_different_images_are_not_compared() -> None:
     rubric = {"model": "judge", "scope": "group", "images": True, "template": "{{ prompt }} {{ first }} {{ second }}"}
     one, other = items_of("a", "b")
@@ -199,6 +281,18 @@ async def test_a_function_that_asks_for_images_has_their_files(tmp_path: Path, i
     async with reward_service(tmp_path, mine=part) as address, client_of(address, timeout_s=60.0) as client:
         (outcome,) = await client.score([seen(item, "<image><image>", FIRST, SECOND)])
     assert outcome == Score(float(sees), {"mine": float(sees)})
+
+
+async def test_a_function_beside_one_that_sees_images_is_handed_none(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    parts = {
+        name: {"scorer": {"kind": "function", "target": "mine:size", "images": name == "sees"}}
+        for name in ("sees", "reads")
+    }
+    (item,) = items_of("a")
+    async with reward_service(tmp_path, **parts) as address, client_of(address, timeout_s=60.0) as client:
+        (outcome,) = await client.score([seen(item, "<image>", FIRST)])
+    assert outcome == Score(float(len(FIRST)), {"sees": float(len(FIRST)), "reads": 0.0})
 
 
 async def test_a_scorer_elsewhere_gets_images_where_it_names_them_and_large_ones_alone(tmp_path: Path) -> None:
@@ -233,6 +327,23 @@ async def test_a_scorer_of_images_passes_the_kit_and_one_of_small_requests_does_
         report = await examine_scorer(Peer(address), own_pool(), Options(load_s=0.0, abandoned_work_s=0.5))
         await server.drain(0.0)
         assert {each.rule.name for each in report.results if each.verdict.status is Status.FAILED} == failed
+
+
+@pytest.mark.parametrize("reads_images", [True, False])
+async def test_the_kit_shows_images_to_a_scorer_that_reads_them_and_large_groups_to_one_of_whole_ones(
+    reads_images: bool,
+) -> None:
+    liar = Liar()
+    liar.spec.whole_groups = True
+    if not reads_images:
+        liar.spec.reads.remove(reward_pb2.SCORE_FIELD_IMAGES)
+    async with serving(liar) as address:
+        await examine_scorer(Peer(address), own_pool(), Options(load_s=0.0, abandoned_work_s=0.5))
+    items = [item for request in liar.requests for item in request.items]
+    assert any(IMAGE_MARK in message.content for item in items for message in item.messages) == reads_images
+    assert (max(len(image) for item in items for image in item.images or [b""]) > 15 * 2**20) == reads_images
+    groups = [request.items for request in liar.requests if request.items[:1] and request.items[0].group == "large"]
+    assert max(sum(len(item.response_text) for item in group) for group in groups) > 15 * 2**20
 
 
 # --- a run
@@ -294,6 +405,30 @@ async def test_a_prompt_s_images_are_read_once_for_all_of_its_responses(
     threads.close()
     items = [item for request in liar.requests for item in request.items]
     assert [list(item.images) for item in items] == [[FIRST, SECOND]] * len(group.rows)
+
+
+@pytest.mark.parametrize(("max_bytes", "at_once"), [(10**6, 2), (1, 1)])
+async def test_groups_are_scored_at_a_time_as_their_images_have_room(
+    store: StoreUnderTest,
+    tmp_path: Path,
+    make_settings: Callable[..., RunSettings],
+    monkeypatch: pytest.MonkeyPatch,
+    max_bytes: int,
+    at_once: int,
+) -> None:
+    monkeypatch.setattr(group_scorer, "MAX_IMAGE_BYTES", max_bytes)
+    settings = make_settings(data={"train": "train.jsonl", "images_field": "images"})
+    liar, threads = Liar(), StoreThreads()
+    liar.fail = lambda: asyncio.sleep(0.3)
+    groups = store.committed(2)
+    files = trajectory_pb2.Images(files=[FIRST]).SerializeToString()
+    for group in groups:
+        store.rows.put(group.rows[:1], [{IMAGES: np.frombuffer(files, np.uint8)}])
+    async with serving(liar) as scorer, client_of(scorer, timeout_s=30.0) as client:
+        scores = GroupScorer(settings, store.rows, threads, client, {}, ctl=1)
+        await asyncio.gather(*map(scores.score, groups))
+    threads.close()
+    assert liar.most_at_once == at_once
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,27 @@ async def test_images_reach_a_scorer_that_reads_them_and_no_other(
     assert "is not scored: its environment's images are not kept" in caplog.text
 
 
+async def test_images_go_to_a_scorer_as_many_bytes_at_a_time(
+    make_settings: Callable[..., RunSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "CHUNK_IMAGE_BYTES", 2 * NUM_RESPONSES * 7)
+
+    class Seeing(Scorer):
+        num_prompts: ClassVar[list[int]] = []
+
+        async def describe(self) -> reward_pb2.DescribeResponse:
+            return reward_pb2.DescribeResponse(reads=[reward_pb2.SCORE_FIELD_IMAGES])
+
+        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
+            self.num_prompts.append(len(items) // NUM_RESPONSES)
+            return await super().score(items)
+
+    images = {place: (ImageFile(7, data=b"picture"),) for place in range(NUM_PROMPTS)}
+    settings = make_settings(data={"train": "train.jsonl", "images_field": "images"})
+    values = await evaluated(make_settings, Replica("r.0"), scorer=Seeing(), images=images, settings=settings)
+    assert (Seeing.num_prompts, values["eval/held/missing"]) == ([2, 1], 0)
+
+
 async def test_what_tokens_earn_is_reported_and_is_no_success(make_settings: Callable[..., RunSettings]) -> None:
     class Generous(Scorer):
         async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:

@@ -83,6 +83,7 @@ def test_a_group_is_never_cut_for_a_scorer_that_compares() -> None:
         ["c/0", "c/1", "c/2", "c/3", "c/4"],
     ]
     assert [len(chunk) for chunk in chunked(items, 4)] == [2, 4, 5]
+    assert [len(chunk) for chunk in chunked(items, 11, lambda item: 2)] == [5, 1, 5]
     assert [len(chunk) for chunk in cut(items, reward_pb2.DescribeResponse(name="x", max_items=4))] == [4, 4, 3]
     joined = compose_spec("both", {"a": spec(0, 1), "b": compares}, {"a": 1.0, "b": 1.0})
     assert joined.whole_groups

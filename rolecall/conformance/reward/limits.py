@@ -2,7 +2,7 @@
 
 import grpc
 
-from rolecall.conformance.check import Verdict, failed, passed, said, skipped, unless
+from rolecall.conformance.check import Status, Verdict, failed, passed, said, skipped, unless
 from rolecall.conformance.reward.answers import blame
 from rolecall.conformance.reward.contract import ANSWERS, CONTRACT
 from rolecall.conformance.reward.pool import PICTURE, with_response
@@ -82,10 +82,20 @@ async def large_request(session: RewardSession) -> Verdict:
     groups a group as large as a request may be, and to one that reads images an image. One that is not done in time was
     read all the same.
     """
+    requests = []
+    if reward_pb2.SCORE_FIELD_RESPONSE_TEXT in session.spec.reads:
+        requests.append(_large_responses(session))
     if reward_pb2.SCORE_FIELD_IMAGES in session.spec.reads:
-        return await _read(session, [_large_image(session)])
-    if reward_pb2.SCORE_FIELD_RESPONSE_TEXT not in session.spec.reads:
-        return skipped("it does not read response_text, so its requests are small")
+        requests.append([_large_image(session)])
+    if not requests:
+        return skipped("it reads neither response_text nor images, so its requests are small")
+    verdicts = [await _read(session, items) for items in requests]
+    broken = (verdict for verdict in verdicts if verdict.status is Status.FAILED)
+    return next(broken, passed("; ".join(verdict.seen for verdict in verdicts)))
+
+
+def _large_responses(session: RewardSession) -> list[reward_pb2.ScoreItem]:
+    """Items with as long responses as a request holds; one group where the service takes whole ones."""
     num = min(session.spec.max_items or NUM_LARGE_ITEMS, NUM_LARGE_ITEMS)
     whole = session.spec.whole_groups
     size = (MAX_MESSAGE_BYTES - SPARE_BYTES) // num if whole else (REQUEST_BYTES - SPARE_BYTES) // NUM_LARGE_ITEMS
@@ -93,7 +103,7 @@ async def large_request(session: RewardSession) -> Verdict:
     items = [only(with_response(item, item.id, text, 1), session.spec) for item in session.pool.copies(num, "large")]
     for item in items:
         item.group = "large" if whole else item.group
-    return await _read(session, items)
+    return items
 
 
 def _large_image(session: RewardSession) -> reward_pb2.ScoreItem:

@@ -5,7 +5,7 @@ them.
 import base64
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,7 @@ PICTURE = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAADgAAAA4AQMAAACSSKldAAAABlBMVEX////IAADKfhSGAAAAGUlEQVR42mNgoDdg/v///wEGJihvuNH0BgAM0QP3"
     "xfmHygAAAABJRU5ErkJggg=="
 )
-"""A red square on white, 56 x 56 pixels, which every other item shows."""
+"""A red square on white, 56 x 56 pixels, which every other item shows to a scorer that reads images."""
 _FINISH_REASONS = {
     "stop": trajectory_pb2.FINISH_REASON_STOP,
     "length": trajectory_pb2.FINISH_REASON_LENGTH,
@@ -82,6 +82,14 @@ class Pool:
     """Lines by the item's id, of those whose score or error is known."""
     lines: dict[str, int]
     """Line of each in its file."""
+    without_images: Sequence[reward_pb2.ScoreItem] | None = None
+    """What a scorer that reads no images is asked in place of `items`; None: the same."""
+
+    def for_scorer(self, spec: reward_pb2.DescribeResponse) -> "Pool":
+        """The pool that a scorer is asked to score which says that it is `spec`."""
+        if self.without_images is None or reward_pb2.SCORE_FIELD_IMAGES in spec.reads:
+            return self
+        return replace(self, items=self.without_images)
 
     def copies(self, num: int, prefix: str = "copy") -> list[reward_pb2.ScoreItem]:
         """`num` items, the pool's again and again, each with an id of its own."""
@@ -90,9 +98,13 @@ class Pool:
 
 def own_pool() -> Pool:
     """The kit's own items: short answers in the forms that scorers look for, right and wrong ones."""
+    return Pool(_own_items(2), {}, {}, without_images=_own_items(NUM_OWN + 1))
+
+
+def _own_items(image_every: int) -> list[reward_pb2.ScoreItem]:
     items = []
     for i in range(NUM_OWN):
-        shows = i % 2 > 0
+        shows = i % image_every == image_every - 1
         turn = Turn(role="user", content="<image>What is half of 84?" if shows else "What is half of 84?")
         file_item = FileItem(
             response_text=_RESPONSES[i % len(_RESPONSES)],
@@ -103,7 +115,7 @@ def own_pool() -> Pool:
             finish_reason="length" if i == 0 else "stop",
         )
         items.append(_score_item(f"item/{i}", file_item, [PICTURE] if shows else []))
-    return Pool(items, {}, {})
+    return items
 
 
 def read_pool(path: Path) -> Pool:

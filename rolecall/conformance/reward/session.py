@@ -78,6 +78,7 @@ class RewardSession:
         self.spec = await told(
             self.stub.Describe(reward_pb2.DescribeRequest(), timeout=CONNECT_S), self.peer.address, "Describe"
         )
+        self.pool = self.pool.for_scorer(self.spec)
 
     async def close(self) -> None:
         """Closes the connection."""

@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import compress
 from typing import TypeAlias
 
@@ -29,8 +30,9 @@ from rolecall.errors import (
     ScorerUnavailableError,
     UnavailableError,
 )
+from rolecall.rpc.options import MAX_GROUP_BYTES
 from rolecall.scoring.client import RewardClient
-from rolecall.scoring.scores import Failure, Score, images_of, num_shown_in, score_item
+from rolecall.scoring.scores import Failure, Outcome, Score, images_of, num_shown_in, score_item
 from rolecall.settings import RunSettings
 from rolecall.store.rows import Rows
 from rolecall.trajectory import is_truncated, rows_of
@@ -38,6 +40,7 @@ from rolecall.v1 import reward_pb2, training_pb2, trajectory_pb2
 from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
 from rolecall.wire import Array
 from services.controller.groups.assembly import EpisodeEnd, GreedyResponse, ScoredGroup
+from services.controller.groups.image_room import ImageRoom
 from services.controller.tasks import FirstErrorGroup
 from services.controller.threads import StoreThreads
 from services.controller.together import Together
@@ -50,8 +53,10 @@ _Contents: TypeAlias = tuple[list[dict[str, Array]], list[trajectory_pb2.Traject
 
 _VALUES, _NAMES = "reward_components", "reward_component_names"
 
-MAX_WITH_IMAGES = 8
-"""Groups that are scored at a time by a scorer that reads images: each response's item holds all that it shows."""
+MAX_IMAGE_BYTES = 2 * MAX_GROUP_BYTES
+"""Bytes of images in the items that are scored at a time, or of one group where it has more: each response's item holds
+all that it shows. In memory they are up to four times: in the item, in the request, and where that is on its way.
+"""
 RETRY_PAUSE_S = 2.0
 """Pause before a group is scored again whose scorer or reference was away."""
 
@@ -80,7 +85,7 @@ class GroupScorer:
         self._references = references
         self._ctl = ctl
         self._room = asyncio.Semaphore(settings.controller.max_score_calls)
-        self._image_room = asyncio.Semaphore(MAX_WITH_IMAGES)
+        self._image_room = ImageRoom(MAX_IMAGE_BYTES)
         self._clock = clock
         self._scored_at = float("-inf")
         """When a group was scored last, on `clock`."""
@@ -136,13 +141,22 @@ class GroupScorer:
         rows: Sequence[Mapping[str, Array]],
     ) -> list[Score]:
         """The scores, written to the rows at once: a reference that is away has nobody scored again."""
-        if self._settings.shows_images and await self._reads_images():
-            async with self._image_room:  # bounded: as the room for groups
-                images = await self._threads.call(self._images, refs, metas)
-                scores = await self._reward_of(metas, rows, images)
-        else:
-            scores = await self._reward_of(metas, rows, [()] * len(rows))
+        scores = _scores_of(metas, await self._outcomes(refs, metas, rows))
         return await self._keep(refs, rows, scores, await self._component_names())
+
+    async def _outcomes(
+        self,
+        refs: Sequence[trajectory_pb2.RowRef],
+        metas: Sequence[trajectory_pb2.TrajectoryMeta],
+        rows: Sequence[Mapping[str, Array]],
+    ) -> list[Outcome]:
+        """An outcome for each item. Nobody else holds the items, which may be large."""
+        if self._settings.shows_images and await self._reads_images():
+            async with self._image_room.holding(partial(self._threads.call, self._showing, refs, metas, rows)) as items:
+                return await self._reward.score(items)
+        return await self._reward.score(
+            [score_item(meta, row["token_ids"]) for meta, row in zip(metas, rows, strict=True)]
+        )
 
     async def _keep(
         self,
@@ -198,6 +212,15 @@ class GroupScorer:
         except RoleCallError as error:
             raise ScorerUnavailableError(f"{error.reason}: {error.message}") from error
 
+    def _showing(
+        self, refs: _Refs, metas: Sequence[trajectory_pb2.TrajectoryMeta], rows: Sequence[Mapping[str, Array]]
+    ) -> tuple[list[reward_pb2.ScoreItem], int]:
+        """The items with the images that they show, and the bytes of these."""
+        images = self._images(refs, metas)
+        shown = zip(metas, rows, images, strict=True)
+        items = [score_item(meta, row["token_ids"], files) for meta, row, files in shown]
+        return items, sum(len(file) for files in images for file in files)
+
     def _images(self, refs: _Refs, metas: Sequence[trajectory_pb2.TrajectoryMeta]) -> list[Sequence[bytes]]:
         """The files for each item; rows whose messages show no more than their prompt are not read for it again."""
         read = [not place or num_shown_in(meta.episode.messages) > 0 for place, meta in enumerate(metas)]
@@ -206,23 +229,6 @@ class GroupScorer:
         assert columns[0] is not None
         of_prompt = columns[0].files[: len(columns[0].files) - metas[0].episode.num_images]
         return [images_of(meta, each) if each else of_prompt for meta, each in zip(metas, columns, strict=True)]
-
-    async def _reward_of(
-        self,
-        metas: Sequence[trajectory_pb2.TrajectoryMeta],
-        rows: Sequence[Mapping[str, Array]],
-        images: Sequence[Sequence[bytes]],
-    ) -> list[Score]:
-        outcomes = await self._reward.score(
-            [score_item(meta, row["token_ids"], shown) for meta, row, shown in zip(metas, rows, images, strict=True)]
-        )
-        scores = []
-        for meta, outcome in zip(metas, outcomes, strict=True):
-            if isinstance(outcome, Failure):
-                kind = ScorerUnavailableError if outcome.retryable else ScorerError
-                raise kind(f"{outcome.code}: {outcome.message} (trajectory {meta.id}, prompt {meta.prompt.uid})")
-            scores.append(outcome)
-        return scores
 
     def _asked(self, prompt: trajectory_pb2.Prompt) -> list[tuple[str, str]]:
         """(instance, prefix of its columns) of the references that speak of this prompt's responses: the KL's, and the
@@ -251,6 +257,17 @@ class GroupScorer:
     async def _ask(self, name: str, prefix: str, refs: list[trajectory_pb2.RowRef]) -> None:
         request = training_pb2.ComputeColumnRequest(ctl=self._ctl, rows=refs, prefix=prefix)
         await self._references[name].ComputeLogprobs(request, timeout=self._settings.actor.compute_timeout_s)
+
+
+def _scores_of(metas: Sequence[trajectory_pb2.TrajectoryMeta], outcomes: Sequence[Outcome]) -> list[Score]:
+    """The scores. ScorerUnavailableError or ScorerError for an item that has none."""
+    scores = []
+    for meta, outcome in zip(metas, outcomes, strict=True):
+        if isinstance(outcome, Failure):
+            kind = ScorerUnavailableError if outcome.retryable else ScorerError
+            raise kind(f"{outcome.code}: {outcome.message} (trajectory {meta.id}, prompt {meta.prompt.uid})")
+        scores.append(outcome)
+    return scores
 
 
 def _require_token_rewards(scores: Sequence[Score]) -> None:

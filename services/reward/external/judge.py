@@ -9,8 +9,8 @@ import base64
 import hashlib
 import json
 import re
-import secrets
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import combinations
 from statistics import fmean
 from typing import Any
@@ -22,7 +22,7 @@ from rolecall.errors import BadGroundTruthError, InvalidInputError, RoleCallErro
 from rolecall.scoring.json_server import JsonServer
 from rolecall.scoring.scores import Item, component_spec, groups_of
 from rolecall.settings import Rubric
-from rolecall.settings.rubric import FIRST, SECOND, TIE, templates
+from rolecall.settings.rubric import FIRST, MARKS, SECOND, TIE, templates
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2
 from services.reward.external.remembered import Remembered
@@ -74,7 +74,7 @@ class Judge:
         """Returns what one item, or each of a group, is worth. AbstainedError when the judge gave no verdict."""
         if self.spec.whole_groups:
             return await self._ranked(items)
-        return [await self._asked(item, response=item.response_text) for item in items]
+        return [await self._asked(item, await _images_of(item), response=item.response_text) for item in items]
 
     async def _ranked(self, items: Sequence[Item]) -> list[float]:
         """Each response's share of wins over the others of its group; half where there are none. InvalidInputError
@@ -85,10 +85,12 @@ class Judge:
                 f"the responses of group {items[0].group} follow different conversations, as those of episodes do, and "
                 "a comparison shows one; leave them to a rubric of scope item, or to a function of scope group"
             )
+        images = await _images_of(items[0])
         texts = sorted({item.response_text for item in items})
         pairs = list(combinations(texts, 2))
         # every question ends by itself and is remembered, also where another one fails
-        wins = await asyncio.gather(*(self._compared(items[0], *pair) for pair in pairs), return_exceptions=True)
+        compared = (self._compared(items[0], images, *pair) for pair in pairs)
+        wins = await asyncio.gather(*compared, return_exceptions=True)  # bounded: by the deadline of each question
         won = dict(zip(pairs, _all(wins), strict=True))
         won |= {(second, first): 1.0 - win for (first, second), win in won.items()}
         tie = self._rubric.choices[TIE]
@@ -100,15 +102,16 @@ class Judge:
             for item in items
         ]
 
-    async def _compared(self, item: Item, ours: str, theirs: str) -> float:
+    async def _compared(self, item: Item, images: "Sequence[_Image]", ours: str, theirs: str) -> float:
         forward, backward = await asyncio.gather(
-            self._asked(item, **{FIRST: ours, SECOND: theirs}), self._asked(item, **{FIRST: theirs, SECOND: ours})
+            self._asked(item, images, **{FIRST: ours, SECOND: theirs}),
+            self._asked(item, images, **{FIRST: theirs, SECOND: ours}),
         )
         return win_of(forward, backward, self._rubric)
 
-    async def _asked(self, item: Item, **shown: str) -> float:
-        parts = self._parts(item, shown)
-        question = {**self._fixed, "parts": [_digest(part) if isinstance(part, bytes) else part for part in parts]}
+    async def _asked(self, item: Item, images: "Sequence[_Image]", **shown: str) -> float:
+        parts = self._parts(item, images, shown)
+        question = {**self._fixed, "parts": [part if isinstance(part, str) else part.digest for part in parts]}
         votes, was_asked = await self._remembered.answer(
             _digest(json.dumps(question, sort_keys=True).encode()).encode(), lambda: self._votes(parts)
         )
@@ -116,26 +119,53 @@ class Judge:
             self._meter.remembered()
         return worth(votes, self._rubric)
 
-    async def _votes(self, parts: Sequence[str | bytes]) -> Votes:
-        answer = await self._server.post(
-            "/chat/completions", lambda: {**self._fixed, "messages": [{"role": "user", "content": _content(parts)}]}
-        )
+    async def _votes(self, parts: "Sequence[str | _Image]") -> Votes:
+        def body() -> dict[str, Any]:
+            return {**self._fixed, "messages": [{"role": "user", "content": _content(parts)}]}
+
+        is_text = all(isinstance(part, str) for part in parts)
+        answer = await self._server.post("/chat/completions", body() if is_text else body)
         votes = read_votes(answer, self._rubric)
         self._count(answer.get("usage"))
         return votes
 
-    def _parts(self, item: Item, shown: dict[str, str]) -> list[str | bytes]:
-        """The question: texts, and between them the files of images."""
+    def _parts(self, item: Item, images: "Sequence[_Image]", shown: dict[str, str]) -> "list[str | _Image]":
+        """The question: texts, and between them the images, each in place of a character that stood for it while the
+        template was filled in. It is filled in twice, each time with others of MARKS, and the same must be around them.
+        InvalidInputError where it is not: something remains of a character, or stands for it.
+        """
         if self._compares and not item.ground_truths:
             raise BadGroundTruthError(
                 f"item {item.id} has no ground truth, which its rubric shows; give every prompt one, or leave "
                 "it to another scorer by when"
             )
-        marks = _Marks()
-        messages = [{"role": role, "content": marks.text(parts)} for role, parts in item.conversation]
+        if not images:
+            return [self._filled(item, "", shown)]
+        given = [self._rubric.template, item.conversation, item.ground_truths, item.metadata, shown]
+        used = set(json.dumps(given, ensure_ascii=False, default=lambda file: ""))
+        ways = ["".join([each for each in map(chr, marks) if each not in used][: len(images)]) for marks in MARKS]
+        if min(map(len, ways)) < len(images):
+            raise InvalidInputError(
+                f"item {item.id} shows {len(images)} images, and no more than {min(map(len, ways))} can be told apart"
+            )
+        first, second = (_split(self._filled(item, marks, shown), marks) for marks in ways)
+        if first != second:
+            raise InvalidInputError(
+                f"the rubric's template changes what stands for the images of item {item.id}, as urlencode and pprint "
+                "do, or is another text each time; show prompt and messages without that"
+            )
+        return [part if isinstance(part, str) else images[part] for part in first]
+
+    def _filled(self, item: Item, marks: str, shown: dict[str, str]) -> str:
+        """The template's text, with one of `marks` for each image."""
+        left = iter(marks)
+        messages = [
+            {"role": role, "content": "".join(part if isinstance(part, str) else next(left) for part in parts)}
+            for role, parts in item.conversation
+        ]
         prompt = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
         try:
-            text = self._template.render(
+            return self._template.render(
                 prompt=prompt,
                 messages=messages,
                 ground_truth=item.ground_truth,
@@ -148,7 +178,6 @@ class Judge:
                 f"item {item.id} does not fill in the rubric's template: {error.message}; give every prompt what the "
                 "template uses, or leave it to another scorer by when"
             ) from error
-        return marks.parts(text)
 
     def _count(self, usage: Any) -> None:
         """Counts the tokens that the server says it took; what it says that is no count is counted as none."""
@@ -164,42 +193,40 @@ class Judge:
         self._meter.used(asked, answered, cost)
 
 
-class _Marks:
-    """Words that stand for images while a template is filled in: nobody else can spell them, and filters leave them."""
+class _Image:
+    """An image as questions show it. Made in a thread, as what is large is."""
 
-    def __init__(self) -> None:
-        self._word = f"image{secrets.randbits(64)}x"
-        self._files = list[bytes]()
+    def __init__(self, file: bytes) -> None:
+        self._file = file
+        self.digest = _digest(file)
 
-    def text(self, parts: Sequence[str | bytes]) -> str:
-        """The text of `parts`, with a word for each image."""
-        return "".join(part if isinstance(part, str) else self._mark(part) for part in parts)
-
-    def _mark(self, file: bytes) -> str:
-        self._files.append(file)
-        return f"{self._word}{len(self._files) - 1}x"
-
-    def parts(self, text: str) -> list[str | bytes]:
-        """`text` with the images in place of their words."""
-        pieces = re.split(f"{self._word}([0-9]+)x", text)
-        return [self._files[int(piece)] if place % 2 else piece for place, piece in enumerate(pieces)]
+    @cached_property
+    def uri(self) -> str:
+        """The data URI. InvalidInputError where the file is no image."""
+        return f"data:{media_type(self._file)};base64,{base64.b64encode(self._file).decode()}"
 
 
-def _content(parts: Sequence[str | bytes]) -> str | list[dict[str, Any]]:
+async def _images_of(item: Item) -> Sequence[_Image]:
+    return await asyncio.to_thread(lambda: [_Image(file) for file in item.images]) if item.images else ()
+
+
+def _split(text: str, marks: str) -> list[str | int]:
+    """`text` in pieces, and between them the places in `marks` of the marks that stood there."""
+    pieces = re.split(f"([{marks}])", text)
+    return [marks.index(piece) if place % 2 else piece for place, piece in enumerate(pieces)]
+
+
+def _content(parts: Sequence[str | _Image]) -> str | list[dict[str, Any]]:
     """A message's content as OpenAI's clients send it: text alone as it is."""
     if len(parts) == 1 and isinstance(parts[0], str):
         return parts[0]
     return [
         {"type": "text", "text": part}
         if isinstance(part, str)
-        else {"type": "image_url", "image_url": {"url": _data_uri(part)}}
+        else {"type": "image_url", "image_url": {"url": part.uri}}
         for part in parts
         if part != ""
     ]
-
-
-def _data_uri(file: bytes) -> str:
-    return f"data:{media_type(file)};base64,{base64.b64encode(file).decode()}"
 
 
 def _digest(data: bytes) -> str:
