@@ -4,6 +4,7 @@ when; and the command itself, which learns what only the images say.
 
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -30,7 +31,15 @@ from rolecall.training.sft.checkpoints import SftCheckpoints
 from tests import forks
 from tests.integration.fsdp_oracle import assert_same_weights
 from tests.integration.fsdp_ranks import make_engine
-from tests.integration.sft_ranks import SECTION, context_of, examples_of, minibatches_of, rows_of, train_on_rank
+from tests.integration.sft_ranks import (
+    SECTION,
+    context_of,
+    examples_of,
+    minibatches_of,
+    read_on_rank,
+    rows_of,
+    train_on_rank,
+)
 from tests.integration.test_sft import exported, metrics_of, sft, write_config
 from tests.tiny_models import VisionFamily, write_vision
 from tests.vision_rig import OTHER_WIDE, SQUARE, TALL, WIDE, oracle_logprobs, oracle_model
@@ -149,6 +158,27 @@ def test_two_ranks_train_like_one_also_where_one_has_no_image_and_where_one_has_
     assert {int(each.pop("empty")) for each in (first, second)} != {int(one.pop("empty"))}, "a rank had no image"
     torch.testing.assert_close(first.pop("norms"), one.pop("norms"), rtol=1e-5, atol=1e-7)
     assert_same_weights(first, one, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("seen", "complaint"),
+    [
+        (WIDE, ""),
+        (bytes(len(WIDE)), r"data\.train: ranks read .*\(to rank 1 \S+train\.jsonl, line 8: an image cannot be read"),
+        (SQUARE, r"data\.train: ranks read other examples \(to rank 0 the image \S+late\.png has \d+ bytes\); give"),
+    ],
+)
+def test_ranks_that_read_other_examples_end_before_they_train_on_other_rows(
+    paths: dict[str, Path], tmp_path: Path, seen: bytes, complaint: str
+) -> None:
+    train = write_examples(tmp_path)
+    with train.open("a") as file:
+        file.write(json.dumps({"prompt": "<image>d", "images": ["late.png"], "response": "yes"}) + "\n")
+    job = {"model": str(paths["qwen3_vl"]), "train": str(train), "late": (WIDE, seen), "world_size": 2}
+    forks.run_ranks(tmp_path, 2, read_on_rank, job | {"out": str(tmp_path), "rendezvous": str(tmp_path / "meet")})
+    for rank in range(2):
+        found = (tmp_path / f"rank-{rank}").read_text()
+        assert re.match(complaint, found) if complaint else not found
 
 
 # --- who reads which, and when ----------------------------------------------------------------------

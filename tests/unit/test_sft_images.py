@@ -222,6 +222,15 @@ def test_an_image_whose_disk_is_away_is_no_broken_one(folder: Path) -> None:
     assert ImageFile(1, folder / "wide.png").size() == ImageFile(1, data=picture(40, 16)).size() == (40, 16)
 
 
+def test_memory_that_a_process_lacks_is_no_fault_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spent(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("PIL.Image.open", spent)
+    with pytest.raises(MemoryError):
+        tokens(folder, load(folder, {"prompt": "<image>", "images": ["wide.png"], "response": "a"}))
+
+
 def test_the_digest_tells_an_image_of_another_length(folder: Path) -> None:
     row = {"prompt": "<image>", "images": ["wide.png"], "response": "a"}
     digests = set()

@@ -203,11 +203,11 @@ def _by_head(file: BinaryIO) -> "Image":
 @contextmanager
 def _in_words() -> Iterator[None]:
     """InvalidInputError for whatever Pillow raises within. OSError for what a disk answers, whose errors have numbers:
-    all but EINVAL, which is a place that cannot be in a file.
+    all but EINVAL, which is a place that cannot be in a file. MemoryError: it says nothing of the file.
     """
     try:
         yield
-    except InvalidInputError:
+    except (InvalidInputError, MemoryError):
         raise
     except Exception as error:  # the entry point of a reader that answers odd files with errors of every kind
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):

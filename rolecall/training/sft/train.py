@@ -5,6 +5,7 @@ The order of examples derives from (seed, epoch) and the position from the step 
 whole cursor. Metrics are named sft/ (training) and eval/ (held out).
 """
 
+import json
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from rolecall.training.objective.routing import RouterLosses, router_load
 from rolecall.training.options import DTYPES, EngineOptions
 from rolecall.training.packing.images import ImageReader
 from rolecall.training.packing.pieces import join
+from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.serving.hooks import ProcessHooks, nothing
 from rolecall.training.serving.trainer import Progress
 from rolecall.training.sft.checkpoints import SftCheckpoints
@@ -112,6 +114,9 @@ class SftRank:
         )
         _begin("loading the model")
         self._context = start_context(options, actor, actor, run.dir, start_timeout_s, ProcessHooks("sft", lost=lost))
+        require_one_set(self._context.group, "data.train", self._examples)
+        if heldout is not None:
+            require_one_set(self._context.group, "evaluation.path", heldout)
         reader = ImageReader(options.path, DTYPES[options.dtype]) if settings.shows_images else None
         # a token's share of its row's mean depends on the whole row
         apart = settings.aggregation != "seq_mean_token_mean"
@@ -269,6 +274,22 @@ def _tokenized(
             data.max_tokens,
         )
     return examples
+
+
+def require_one_set(group: CommandGroup, setting: str, examples: TokenizedExamples) -> None:
+    """A collective. ConfigError where ranks found different `examples` in the files that `setting` names, as when one
+    read an image that was still being written: their batches would be of different rows.
+    """
+    if len(set(group.gather(examples.digest.encode()))) == 1:
+        return
+    sizes = [f"the image {image.path} has {image.num_bytes} bytes" for image in examples.image_files]
+    found = [json.loads(each) for each in group.gather(json.dumps([*examples.unshown, *sizes]).encode())]
+    common = set(found[0]).intersection(*found[1:])
+    odd = [f"to rank {rank} {why}" for rank, each in enumerate(found) for why in each if why not in common]
+    raise ConfigError(
+        f"{setting}: ranks read other examples{f' ({odd[0]})' if odd else ''}; give all the same files, whole and "
+        "at rest, and start again"
+    )
 
 
 def _spool_of(settings: SftSettings, setting: str) -> Path:
