@@ -7,6 +7,7 @@ import random
 import re
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -202,7 +203,8 @@ def test_the_images_of_the_next_minibatch_are_read_while_one_is_computed_and_no_
     reader = Told(path, torch.float32)
     made = minibatches_of(make_engine(path), path, examples_of(path, write_examples(tmp_path)), reader)
     steps = made.of([[0], [3], [1]])
-    next(steps)
+    first = weakref.ref(next(steps))
+    assert first() is None, "it is kept by nobody but who computes it"
     deadline = time.monotonic() + 60
     while reader.num_read < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -282,7 +284,7 @@ COLORS = {"R": (225, 45, 45), "Y": (250, 235, 60), "G": (40, 165, 75), "B": (45,
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pictures of one color, whose name is the answer; one picture is broken at its head, and one behind it. Held-out
-    ones are bytes of a parquet file.
+    ones are bytes of a parquet file, and those two are among them, too.
     """
     folder, rng = tmp_path_factory.mktemp("data"), random.Random(0)
     rows = []
@@ -294,7 +296,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, num_bytes in ((0, 10), (1, 400)):
         (folder / f"{number}.png").write_bytes(WIDE[:num_bytes])
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:64]))
-    held = [{**row, "images": [{"bytes": (folder / row["images"][0]).read_bytes(), "path": None}]} for row in rows[64:]]
+    held = [
+        {**row, "images": [{"bytes": (folder / row["images"][0]).read_bytes(), "path": None}]}
+        for row in rows[:2] + rows[64:]
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(held), folder / "heldout.parquet")
     return folder
 
@@ -328,6 +333,7 @@ def test_it_learns_what_only_images_say(whole: tuple[Path, str], seeing: Path) -
     heldout = metrics_of(config, "eval/loss")
     assert heldout[NUM_STEPS] < 0.5 * np.log(len(COLORS)) / 2 < heldout[0], "half of what is best without looking"
     assert sum(metrics_of(config, "sft/unshown").values()) == NUM_STEPS // 4, "once an epoch"
+    assert metrics_of(config, "eval/unshown") == dict.fromkeys((0, 4, 8, 12), 2.0)
     log = (config.parent / "run" / "logs" / "sft.log").read_text()
     assert "line 1: an image cannot be read" in log
     assert "line 2: an image cannot be read" in log

@@ -1,8 +1,9 @@
 """A rank's minibatches of examples: from their numbers in the file to packed tensors, images included.
 
 Images are read when they are trained on, and those of the next minibatch while one is computed: what waits on the host
-are the pixels of two of a rank's shares. An example with an image that turns out to be broken is left out of its
-minibatch by all ranks; an image that is another than at the start ends the run.
+are the pixels of two of a rank's shares, and in an evaluation those of the next step's share beside its own two. An
+example with an image that turns out to be broken is left out of its minibatch by all ranks; an image that is another
+than at the start ends the run.
 """
 
 import logging
@@ -81,7 +82,8 @@ class Minibatches:
         above the token budget may be cut there.
         """
         self._context = context
-        self._examples = examples
+        self.examples = examples
+        """The set, with those that were left out of it at the start."""
         self._reader = reader
         self._between_segments = between_segments
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="examples")
@@ -93,17 +95,17 @@ class Minibatches:
         planned = map(self._plan, batches)
         ahead = next(planned, None)
         while ahead is not None:
-            made = self._packed(ahead)
+            made = [self._packed(ahead)]
             ahead = next(planned, None)  # its images are read from here on
-            yield made
+            yield made.pop()  # kept no longer than by who takes it
 
     def in_order(self, size: int) -> Iterator[ExampleMinibatch]:
         """All examples in their order, `size` in a minibatch; raises as `of`."""
-        num_examples = len(self._examples.rows)
+        num_examples = len(self.examples.rows)
         return self.of(range(start, min(start + size, num_examples)) for start in range(0, num_examples, size))
 
     def _plan(self, numbers: Sequence[int]) -> _Planned:
-        lengths = [[len(segment["token_ids"]) for segment in self._examples.rows[number]] for number in numbers]
+        lengths = [[len(segment["token_ids"]) for segment in self.examples.rows[number]] for number in numbers]
         pieces = cut(lengths, self._context.token_budget, between_segments=self._between_segments)
         microbatches = self._context.plan(pieces, 1, 0).microbatches
         reading = None
@@ -121,7 +123,7 @@ class Minibatches:
                 logger.warning("%s; it is left out", why)
                 refused[place] = 1
             refused = self._context.group.sum(refused)
-        rows = [self._examples.rows[number] for number in planned.numbers]
+        rows = [self.examples.rows[number] for number in planned.numbers]
         packed = []
         for indices in planned.microbatches:
             mine = [piece for piece in map(planned.pieces.__getitem__, indices) if not refused[piece.row]]
@@ -170,22 +172,22 @@ class Minibatches:
         rows = [
             {**segment, IMAGES: columns[place]}
             for place, number in numbers.items()
-            for segment in self._examples.rows[number]
+            for segment in self.examples.rows[number]
         ]
         for _ in images.read(rows, unread):
             pass
         refused = {}
         for place, number in numbers.items():
-            where = self._examples.images[number].where
+            where = self.examples.images[number].where
             why = next((unread[file].message for file in files[place] if file in unread), None)
             if why is not None:
                 refused[place] = f"{where}: {why}"
                 continue
-            for segment in self._examples.rows[number]:
+            for segment in self.examples.rows[number]:
                 shown = images.shown_by(segment["token_ids"], columns[place])
                 made = [prod(images.size(images[file])) for file in shown]
                 if made != run_lengths(segment["token_ids"].tolist(), images.token_id):
-                    names = ", ".join(str(image.path) for image in self._examples.images[number].files)
+                    names = ", ".join(str(image.path) for image in self.examples.images[number].files)
                     raise ConfigError(
                         f"{where}: its images ({names}) are not those that it began with: they take other tokens; put "
                         "back the files, and go on with --resume"
@@ -193,7 +195,7 @@ class Minibatches:
         return _ReadShare(images, columns, refused)
 
     def _files(self, number: int) -> list[bytes]:
-        images = self._examples.images[number]
+        images = self.examples.images[number]
         try:
             return [_patiently(image) for image in images.files]
         except InvalidInputError as error:

@@ -206,22 +206,29 @@ class SftRank:
         """The mean negative log-likelihood of the held-out responses' tokens. ConfigError when no image of any can be
         shown.
         """
-        total, num_tokens = 0.0, 0
-        for made in heldout.in_order(self._settings.data.batch_size):
-            minibatch = made.minibatch
-            for microbatch, outputs in zip(
-                minibatch.microbatches, self._context.engine.forward(minibatch.microbatches), strict=True
-            ):
-                assert isinstance(outputs, TokenOutputs)
-                total -= float(torch.where(microbatch.score_mask_N, outputs.logprobs_N.double(), 0.0).sum())
-            num_tokens += minibatch.counts.num_tokens
+        total, num_tokens, num_unshown = 0.0, 0, len(heldout.examples.unshown)
+        # mapped: a loop's own name would keep a minibatch until the next has been made
+        for loss, num_trained, num_left_out in map(self._measured, heldout.in_order(self._settings.data.batch_size)):
+            total, num_tokens, num_unshown = total + loss, num_tokens + num_trained, num_unshown + num_left_out
         if not num_tokens:
             raise ConfigError("evaluation.path: no example has images that can be shown; mend them, or leave it out")
         metrics = Metrics()
         metrics.mean(
             "eval/loss", float(self._context.group.sum_over_slots(np.array([total]))[0]) / num_tokens, num_tokens
         )
+        if self._visual_tokens is not None:
+            metrics.sum("eval/unshown", num_unshown)
         return metrics
+
+    def _measured(self, made: ExampleMinibatch) -> tuple[float, int, int]:
+        """The negative log-likelihood of the tokens that this rank has of a minibatch; of all ranks how many there are,
+        and how many examples are left out.
+        """
+        total, microbatches = 0.0, made.minibatch.microbatches
+        for microbatch, outputs in zip(microbatches, self._context.engine.forward(microbatches), strict=True):
+            assert isinstance(outputs, TokenOutputs)
+            total -= float(torch.where(microbatch.score_mask_N, outputs.logprobs_N.double(), 0.0).sum())
+        return total, made.minibatch.counts.num_tokens, made.num_unshown
 
 
 def _begin(phase: str) -> None:
