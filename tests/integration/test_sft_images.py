@@ -355,6 +355,17 @@ def test_stopped_and_resumed_it_has_the_losses_of_one_that_was_not_bit_by_bit(
         assert metrics_of(config, name) == metrics_of(whole[0], name), name
 
 
+def test_one_that_fails_leaves_no_images_behind(
+    seeing: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = [{"prompt": "<image>", "images": [{"bytes": WIDE[:400], "path": None}], "response": "R"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(held), tmp_path / "heldout.parquet")
+    config = write_job(tmp_path / "job", seeing, data, evaluation={"path": str(tmp_path / "heldout.parquet")})
+    assert main(["sft", str(config)]) == 1
+    assert "evaluation.path: no example has images that can be shown" in capsys.readouterr().err
+    assert not list((tmp_path / "job" / "run").glob("*.images"))
+
+
 @pytest.mark.thorough("test_two_ranks_train_like_one_also_where_one_has_no_image_and_where_one_has_a_broken_one")
 def test_two_ranks_have_the_losses_of_one(whole: tuple[Path, str], seeing: Path, data: Path, tmp_path: Path) -> None:
     config = write_job(tmp_path / "job", seeing, data)

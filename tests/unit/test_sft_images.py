@@ -18,7 +18,7 @@ from rolecall.data.images.spool import Spool
 from rolecall.data.images.tokens import require_visual_tokens, run_lengths
 from rolecall.data.sft_examples import Example, TokenizedExamples, load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.errors import ConfigError, InvalidInputError, StorageUnavailableError
+from rolecall.errors import ConfigError, DiskFullError, InvalidInputError, StorageUnavailableError
 from rolecall.settings import SftDataSection, SftSettings
 from tests.pictures import PAD, picture, write_seeing
 from tests.tiny_tokenizer import EOS_TOKEN_ID, VISION_TEMPLATE, VISION_TOKENS, write_tokenizer
@@ -137,6 +137,12 @@ def test_images_that_a_data_set_holds_as_bytes_are_put_away_and_read_one_by_one(
     with Spool(folder / "none", writes=True) as spool:
         assert spool.put(by_path) is by_path
     assert not (folder / "none").exists()
+
+
+def test_a_full_disk_beneath_images_that_are_put_away_is_told_in_words() -> None:
+    with pytest.raises(DiskFullError, match="no space to put images away in /dev/full"):
+        with Spool(Path("/dev/full"), writes=True) as spool:
+            spool.put(ImageFile(5, data=b"bytes"))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rolecall.data.images.spool import Spool
+from rolecall.data.images.spool import Spool, spool_of
 from rolecall.data.images.tokens import VisualTokens, collapsed, require_visual_tokens
 from rolecall.data.sft_examples import TokenizedExamples, end_of_response, load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer, read_template
@@ -142,9 +142,6 @@ class SftRank:
             if report is not None:
                 report.close(end)
         self._context.group.leave()
-        if is_leader:
-            for setting in ("data.train", "evaluation.path"):
-                _spool_of(self._settings, setting).unlink(missing_ok=True)
 
     def _train(self, step: int, checkpoints: SftCheckpoints, report: SftReport | None) -> None:
         """Trains from `step` on to the last step's checkpoint."""
@@ -261,7 +258,7 @@ def _tokenized(
     with ExitStack() as opened:
         spool = None
         if visual_tokens is not None:
-            spool = opened.enter_context(Spool(_spool_of(settings, setting), writes=is_leader))
+            spool = opened.enter_context(Spool(spool_of(settings.run.dir, setting), writes=is_leader))
         loaded = load_examples(paths, data, setting)
         examples = tokenize(loaded, tokenizer, end, data.max_tokens, visual_tokens, spool)
     if not examples.rows:
@@ -297,8 +294,3 @@ def require_one_set(group: CommandGroup, setting: str, examples: TokenizedExampl
         f"{setting}: ranks read other examples{f' ({odd[0]})' if odd else ''}; give all the same files, whole and "
         "at rest, and start again"
     )
-
-
-def _spool_of(settings: SftSettings, setting: str) -> Path:
-    """The file of the images that the files of `setting` hold as bytes, for as long as the command lives."""
-    return settings.run.dir / f"{setting}.images"
