@@ -99,6 +99,17 @@ def test_a_prompt_is_that_of_a_run_and_the_response_follows_it(folder: Path) -> 
     assert (none.files, PAD in other["token_ids"]) == ((), False)
 
 
+def test_a_mark_in_an_assistants_turn_is_an_image_in_a_prompt_and_letters_in_a_conversation(folder: Path) -> None:
+    talk = [asked("a"), said("write <image>"), asked("b")]
+    prompt = {"prompt": talk, "images": ["wide.png"], "response": "c"}
+    (row,), (other,) = tokens(folder, load(folder, prompt, {"prompt": [*talk, said("c")]})).rows
+    assert [run_lengths(each["token_ids"].tolist(), PAD) for each in (row, other)] == [[WIDE], []]
+    encoder = PromptEncoder(ChatTokenizer(folder / "model"), require_visual_tokens(folder / "model"))
+    load(folder, prompt)
+    ids, _ = encoder.encode(load_prompts(folder / "train.jsonl")[0])
+    assert row["token_ids"][: len(ids)].tolist() == ids, "as in a run"
+
+
 def test_parquet_holds_the_bytes_of_images(folder: Path) -> None:
     rows = [
         {"prompt": [asked(IMAGE, text("how?"))], "images": [{"bytes": picture(40, 16), "path": "x"}], "response": "a"},
@@ -203,6 +214,13 @@ def test_an_example_that_cannot_be_shown_is_left_out_told_and_counted(folder: Pa
     (told,) = examples.unshown
     assert told.startswith(f"{folder / 'train.jsonl'}, line 1")
     assert re.search(why, told)
+
+
+def test_what_is_said_to_the_assistant_later_may_spell_the_token_of_an_image(folder: Path) -> None:
+    row = {"prompt": [asked("<image>"), said("b"), asked("<|image_pad|>"), said("c")], "images": ["wide.png"]}
+    examples = tokens(folder, load(folder, row))
+    assert examples.unshown == ()
+    assert run_lengths(examples.rows[0][0]["token_ids"].tolist(), PAD) == [WIDE]
 
 
 def test_images_in_messages_that_the_template_does_not_show_leave_the_example_out(folder: Path) -> None:
