@@ -3,6 +3,7 @@ when; and the command itself, which learns what only the images say.
 """
 
 import json
+import os
 import random
 import re
 import threading
@@ -21,6 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from rolecall.commands.cli import main
+from rolecall.data import sft_examples
 from rolecall.errors import CheckpointMismatchError, ConfigError, StorageUnavailableError
 from rolecall.settings import LoraSection, SftRunSection
 from rolecall.training.engine import TokenOutputs
@@ -246,7 +248,7 @@ def test_an_image_whose_disk_is_away_is_waited_for_and_not_for_ever(
     paths: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = paths["qwen3_vl"]
-    monkeypatch.setattr(sft_minibatches, "RETRY_S", 0.01)
+    monkeypatch.setattr(sft_examples, "RETRY_S", 0.01)
     examples = examples_of(path, write_examples(tmp_path))
     away = tmp_path / "away.png"
     (tmp_path / "wide.png").rename(away)
@@ -255,10 +257,28 @@ def test_an_image_whose_disk_is_away_is_waited_for_and_not_for_ever(
     (made,) = minibatches_of(make_engine(path), path, examples).of([[0]])
     back.join()
     assert made.num_unshown == 0
-    monkeypatch.setattr(sft_minibatches, "AWAY_S", 0.1)
+    monkeypatch.setattr(sft_examples, "AWAY_S", 0.1)
     (tmp_path / "wide.png").unlink()
     with pytest.raises(StorageUnavailableError, match=r"wide\.png cannot be read"):
         next(minibatches_of(make_engine(path), path, examples).of([[0]]))
+
+
+def test_a_read_that_does_not_return_is_told_and_not_waited_for_for_ever(
+    paths: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, image = paths["qwen3_vl"], tmp_path / "wide.png"
+    monkeypatch.setattr(sft_examples, "AWAY_S", 0.0)
+    monkeypatch.setattr(sft_minibatches, "AWAY_S", 1)
+    monkeypatch.setattr(sft_minibatches, "TOLD_S", 1)
+    examples = examples_of(path, write_examples(tmp_path))
+    image.unlink()
+    os.mkfifo(image)  # opening it returns once somebody writes
+    try:
+        with pytest.raises(StorageUnavailableError, match=r"wide\.png cannot be read: no answer for 3 s"):
+            next(minibatches_of(make_engine(path), path, examples).of([[0]]))
+    finally:
+        image.write_bytes(b"")
+    assert "wide.png is being read for 1 s" in caplog.text
 
 
 def test_a_checkpoint_names_the_image_that_is_another_than_it_was(paths: dict[str, Path], tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Images in examples of `rolecall sft`: what rows may say, which tokens they become, what is refused or left out."""
 
+import errno
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pyarrow.parquet
 import pytest
 from pydantic import ValidationError
 
+from rolecall.data import sft_examples
 from rolecall.data.continuation import Continuation
 from rolecall.data.image_limits import check_sft_images
 from rolecall.data.images.files import ImageFile
@@ -244,6 +246,30 @@ def test_an_image_whose_disk_is_away_is_no_broken_one(folder: Path) -> None:
     with pytest.raises(StorageUnavailableError, match=r"gone\.png cannot be read: No such file"):
         image.size()
     assert ImageFile(1, folder / "wide.png").size() == ImageFile(1, data=picture(40, 16)).size() == (40, 16)
+
+
+def test_a_disk_that_is_away_for_a_while_at_the_start_is_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sft_examples, "RETRY_S", 0.01)
+    real = {"stat": Path.stat, "open": Path.open}
+    asked_for = dict.fromkeys(real, 0)
+
+    def away_once(name: str) -> Any:
+        def answer(path: Path, *arguments: Any, **more: Any) -> Any:
+            asked_for[name] += path.name == "wide.png"
+            if path.name == "wide.png" and asked_for[name] == 1:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return real[name](path, *arguments, **more)
+
+        return answer
+
+    for name in real:
+        monkeypatch.setattr(Path, name, away_once(name))
+    row = {"prompt": "<image>", "images": ["wide.png"], "response": "a"}
+    assert len(tokens(folder, load(folder, row)).rows) == 1
+    assert asked_for == {"stat": 2, "open": 2}
+    assert caplog.text.count("wide.png cannot be read: Stale file handle") == 2
 
 
 def test_memory_that_a_process_lacks_is_no_fault_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

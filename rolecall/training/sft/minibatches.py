@@ -7,18 +7,18 @@ than at the start ends the run.
 """
 
 import logging
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import numpy as np
 
 from rolecall.columns import IMAGES
 from rolecall.data.images.files import ImageFile
 from rolecall.data.images.tokens import run_lengths
-from rolecall.data.sft_examples import TokenizedExamples
+from rolecall.data.sft_examples import AWAY_S, TokenizedExamples, patiently
 from rolecall.errors import ConfigError, InvalidInputError, StorageUnavailableError
 from rolecall.training.packing.images import ImageReader, ReadImages
 from rolecall.training.packing.pack import local_counts, pack
@@ -30,8 +30,8 @@ from rolecall.wire import Array
 
 logger = logging.getLogger(__name__)
 
-AWAY_S, RETRY_S = 600.0, 2.0
-"""Seconds for which the disk of an image may be away, as long as a run waits for one, and between two tries."""
+TOLD_S = 30
+"""Seconds between two lines that say that a read of an image does not return."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,9 @@ class Minibatches:
         """The set, with those that were left out of it at the start."""
         self._reader = reader
         self._between_segments = between_segments
+        self._num_done = 0
+        self._at: Path | None = None
+        """How often the thread that reads has got on, and the image that it reads."""
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="examples")
 
     def of(self, batches: Iterable[Sequence[int]]) -> Iterator[ExampleMinibatch]:
@@ -151,11 +154,23 @@ class Minibatches:
         )
 
     def _waited_for(self, reading: Future[_ReadShare]) -> _ReadShare:
-        """A collective: an image may be unreadable on one rank."""
+        """A collective: an image may be unreadable on one rank. StorageUnavailableError names one whose read does not
+        return.
+        """
 
         def seconds() -> Iterator[None]:
+            num_done, waited_s = self._num_done, 0  # counted: a process that is stopped and goes on has not waited
             while not reading.done():
+                if num_done != self._num_done:
+                    num_done, waited_s = self._num_done, 0
+                elif waited_s > AWAY_S + TOLD_S:  # later than `patiently`, which knows why
+                    raise StorageUnavailableError(
+                        f"the image {self._at} cannot be read: no answer for {waited_s} s; bring its disk back"
+                    )
+                elif waited_s and waited_s % TOLD_S == 0:
+                    logger.warning("waiting: the image %s is being read for %d s", self._at, waited_s)
                 wait([reading], 1.0)
+                waited_s += 1
                 yield
             reading.result()  # bounded: it is done
 
@@ -175,7 +190,7 @@ class Minibatches:
             for segment in self.examples.rows[number]
         ]
         for _ in images.read(rows, unread):
-            pass
+            self._num_done += 1
         refused = {}
         for place, number in numbers.items():
             where = self.examples.images[number].where
@@ -197,19 +212,12 @@ class Minibatches:
     def _files(self, number: int) -> list[bytes]:
         images = self.examples.images[number]
         try:
-            return [_patiently(image) for image in images.files]
+            return [self._file(image) for image in images.files]
         except InvalidInputError as error:
             raise ConfigError(f"{images.where}: {error.message}") from error
 
-
-def _patiently(image: ImageFile) -> bytes:
-    """The bytes of an image, for whose disk it waits."""
-    until = time.monotonic() + AWAY_S
-    while True:
-        try:
-            return image.read()
-        except StorageUnavailableError as error:
-            if time.monotonic() > until:
-                raise
-            logger.warning("waiting: %s", error.message)
-            time.sleep(RETRY_S)
+    def _file(self, image: ImageFile) -> bytes:
+        self._at = image.path
+        file = patiently(image.read)
+        self._num_done += 1
+        return file
