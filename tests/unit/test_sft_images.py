@@ -252,7 +252,7 @@ def test_a_disk_that_is_away_for_a_while_at_the_start_is_waited_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sft_examples, "RETRY_S", 0.01)
-    real = {"stat": Path.stat, "open": Path.open}
+    real: dict[str, Any] = {"stat": Path.stat, "open": Path.open}
     asked_for = dict.fromkeys(real, 0)
 
     def away_once(name: str) -> Any:
