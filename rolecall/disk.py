@@ -13,7 +13,7 @@ from rolecall.errors import ConfigError, DiskFullError, RoleCallError, StorageUn
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No space, no quota, no larger file allowed."""
-_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 """What the system says of a file system that is away for a while, and of a process or machine with too many open files.
 """
 _TAIL_BYTES = 65536
@@ -51,7 +51,7 @@ def reading(path: Path) -> Iterator[None]:
 
 def _refused(what: str, path: Path, error: OSError, remedy: str) -> RoleCallError:
     why = f"cannot {what} {path} ({error.strerror or error})"
-    if error.errno in _PASSING:
+    if error.errno in PASSING:
         return StorageUnavailableError(
             f"{why}; see that its file system answers, and that this process may open more files"
         )

@@ -10,6 +10,7 @@ from itertools import islice
 
 from rolecall.data.adapter_files import check_start
 from rolecall.data.image_limits import check_sft_images
+from rolecall.data.images.spool import without_spools
 from rolecall.data.megatron_limits import check_megatron, require_installed
 from rolecall.data.model_files import (
     check_parallel,
@@ -93,7 +94,8 @@ def sft(settings: SftSettings, *, resume: bool) -> int:
         settle(settings)
         worker = _plan(settings, resume)
         say(f"starting  the ranks, whose log is {worker.log}\n")
-        code = _run(worker)
+        with without_spools(settings.run.dir):
+            code = _run(worker)
         if code == 0:
             say(
                 f"done: checkpoints in {settings.run.checkpoints}\n"

@@ -8,10 +8,13 @@ cannot be shown, of which the heads of files are read here, and the files when t
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,9 +26,15 @@ from rolecall.data.images.spool import Spool
 from rolecall.data.images.tokens import VisualTokens
 from rolecall.data.model_files import eos_token_ids
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.errors import ConfigError, InvalidInputError, StorageUnavailableError
 from rolecall.settings import SftDataSection
 from rolecall.wire import Array
+
+T = TypeVar("T")
+
+AWAY_S, RETRY_S = 600.0, 2.0
+"""Seconds for which the disk of an image may be away, as long as a run waits for one, and between two tries."""
+logger = logging.getLogger(__name__)
 
 _NO_TOOLS: tuple[object, ...] = (None, [], "", "[]", "null")
 """Ways in which a row has the field of tools and none."""
@@ -77,12 +86,28 @@ class TokenizedExamples:
 
 def load_examples(files: Path | tuple[Path, ...], data: SftDataSection, setting: str) -> Iterator[Example]:
     """All rows of `files`, which `setting` names, in their order. ConfigError names the line (from 1) and the field
-    that is wrong.
+    that is wrong. StorageUnavailableError as `patiently`.
     """
     paths = (files,) if isinstance(files, Path) else files
     for place, _, where, row in rows_of(files, setting, data.preprocess, data.images_field):
         path = paths[place - 1]
-        yield _parse(_without_nulls(row) if is_parquet(path) else row, where, path.parent, data)
+        fields = _without_nulls(row) if is_parquet(path) else row
+        yield patiently(partial(_parse, fields, where, path.parent, data))
+
+
+def patiently(read: Callable[[], T]) -> T:
+    """Returns what `read` does, which is tried again while the disk of an image is away. StorageUnavailableError when
+    it still is after AWAY_S.
+    """
+    until = time.monotonic() + AWAY_S
+    while True:
+        try:
+            return read()
+        except StorageUnavailableError as error:
+            if time.monotonic() > until:
+                raise
+            logger.warning("waiting: %s", error.message)
+            time.sleep(RETRY_S)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -102,8 +127,8 @@ def tokenize(
 ) -> TokenizedExamples:
     """Returns the examples as tokens, with `end` after each response, those without a segment of more than
     `max_tokens`, and whose images can be shown. ConfigError names the line that cannot be rendered.
-    StorageUnavailableError: the file of an image cannot be read now. `visual_tokens`: those of the model; None:
-    examples are text. `spool`: where images that the data set's file holds are put away; None: they are kept.
+    StorageUnavailableError as `patiently`. `visual_tokens`: those of the model; None: examples are text. `spool`: where
+    images that the data set's file holds are put away; None: they are kept.
     """
     rows, digest, conversations = list[tuple[dict[str, Array], ...]](), hashlib.sha256(), Conversations(tokenizer, end)
     images, image_files, unshown, num_too_long = list[RowImages](), list[ImageFile](), list[str](), 0
@@ -117,7 +142,7 @@ def tokenize(
         except InvalidInputError as error:
             raise ConfigError(f"{each.where}: {error.message}") from error
         try:
-            numbers = [visual_tokens.number(*image.size()) for image in each.images] if visual_tokens else []
+            numbers = [visual_tokens.number(*patiently(image.size)) for image in each.images] if visual_tokens else []
             row = tuple(segment.columns(visual_tokens, numbers) for segment in segments)
         except InvalidInputError as error:
             unshown.append(f"{each.where}: {error.message}")

@@ -12,6 +12,7 @@ from rolecall.columns import IMAGES
 from rolecall.data.images.tokens import require_visual_tokens
 from rolecall.data.sft_examples import TokenizedExamples, load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.errors import ConfigError
 from rolecall.settings import OptimizerSection, SftDataSection
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.fsdp.engine import FsdpEngine
@@ -21,6 +22,7 @@ from rolecall.training.packing.pack import Row
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.device import RankSpec, start_rank, stop_rank
 from rolecall.training.sft.minibatches import Minibatches
+from rolecall.training.sft.train import require_one_set
 from rolecall.training.step.rank_context import RankContext
 from rolecall.training.step.recorder import StepRecorder
 from rolecall.v1.trajectory_pb2 import Images
@@ -84,4 +86,24 @@ def train_on_rank(job: dict[str, Any], rank: int) -> None:
     weights = weights_of(engine)
     numbers = {"norms": torch.tensor(norms), "unshown": torch.tensor(unshown), "empty": torch.tensor(empty)}
     save_file({**weights, **numbers} if rank == 0 else numbers, Path(job["out"]) / f"rank-{rank}.safetensors")
+    stop_rank()
+
+
+def read_on_rank(job: dict[str, Any], rank: int) -> None:
+    """Runs a rank that reads the job's examples after those before it, each once `late` is what it has of that for it,
+    and says what comes of it.
+    """
+    start_rank(RankSpec(rank, job["world_size"], rank, (), f"file://{job['rendezvous']}", 1, 60.0))
+    group, late = CommandGroup.of_default(), Path(job["train"]).parent / "late.png"
+    for turn, file in enumerate(job["late"]):
+        if rank == turn:
+            late.write_bytes(file)
+            examples = examples_of(Path(job["model"]), Path(job["train"]))
+        group.gather(b"")
+    complaint = ""
+    try:
+        require_one_set(group, "data.train", examples)
+    except ConfigError as error:
+        complaint = error.message
+    (Path(job["out"]) / f"rank-{rank}").write_text(complaint)
     stop_rank()

@@ -3,9 +3,12 @@ when; and the command itself, which learns what only the images say.
 """
 
 import json
+import os
 import random
+import re
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from rolecall.commands.cli import main
+from rolecall.data import sft_examples
 from rolecall.errors import CheckpointMismatchError, ConfigError, StorageUnavailableError
 from rolecall.settings import LoraSection, SftRunSection
 from rolecall.training.engine import TokenOutputs
@@ -30,7 +34,15 @@ from rolecall.training.sft.checkpoints import SftCheckpoints
 from tests import forks
 from tests.integration.fsdp_oracle import assert_same_weights
 from tests.integration.fsdp_ranks import make_engine
-from tests.integration.sft_ranks import SECTION, context_of, examples_of, minibatches_of, rows_of, train_on_rank
+from tests.integration.sft_ranks import (
+    SECTION,
+    context_of,
+    examples_of,
+    minibatches_of,
+    read_on_rank,
+    rows_of,
+    train_on_rank,
+)
 from tests.integration.test_sft import exported, metrics_of, sft, write_config
 from tests.tiny_models import VisionFamily, write_vision
 from tests.vision_rig import OTHER_WIDE, SQUARE, TALL, WIDE, oracle_logprobs, oracle_model
@@ -151,6 +163,27 @@ def test_two_ranks_train_like_one_also_where_one_has_no_image_and_where_one_has_
     assert_same_weights(first, one, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("seen", "complaint"),
+    [
+        (WIDE, ""),
+        (bytes(len(WIDE)), r"data\.train: ranks read .*\(to rank 1 \S+train\.jsonl, line 8: an image cannot be read"),
+        (SQUARE, r"data\.train: ranks read other examples \(to rank 0 the image \S+late\.png has \d+ bytes\); give"),
+    ],
+)
+def test_ranks_that_read_other_examples_end_before_they_train_on_other_rows(
+    paths: dict[str, Path], tmp_path: Path, seen: bytes, complaint: str
+) -> None:
+    train = write_examples(tmp_path)
+    with train.open("a") as file:
+        file.write(json.dumps({"prompt": "<image>d", "images": ["late.png"], "response": "yes"}) + "\n")
+    job = {"model": str(paths["qwen3_vl"]), "train": str(train), "late": (WIDE, seen), "world_size": 2}
+    forks.run_ranks(tmp_path, 2, read_on_rank, job | {"out": str(tmp_path), "rendezvous": str(tmp_path / "meet")})
+    for rank in range(2):
+        found = (tmp_path / f"rank-{rank}").read_text()
+        assert re.match(complaint, found) if complaint else not found
+
+
 # --- who reads which, and when ----------------------------------------------------------------------
 
 
@@ -172,7 +205,8 @@ def test_the_images_of_the_next_minibatch_are_read_while_one_is_computed_and_no_
     reader = Told(path, torch.float32)
     made = minibatches_of(make_engine(path), path, examples_of(path, write_examples(tmp_path)), reader)
     steps = made.of([[0], [3], [1]])
-    next(steps)
+    first = weakref.ref(next(steps))
+    assert first() is None, "it is kept by nobody but who computes it"
     deadline = time.monotonic() + 60
     while reader.num_read < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -214,7 +248,7 @@ def test_an_image_whose_disk_is_away_is_waited_for_and_not_for_ever(
     paths: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = paths["qwen3_vl"]
-    monkeypatch.setattr(sft_minibatches, "RETRY_S", 0.01)
+    monkeypatch.setattr(sft_examples, "RETRY_S", 0.01)
     examples = examples_of(path, write_examples(tmp_path))
     away = tmp_path / "away.png"
     (tmp_path / "wide.png").rename(away)
@@ -223,10 +257,28 @@ def test_an_image_whose_disk_is_away_is_waited_for_and_not_for_ever(
     (made,) = minibatches_of(make_engine(path), path, examples).of([[0]])
     back.join()
     assert made.num_unshown == 0
-    monkeypatch.setattr(sft_minibatches, "AWAY_S", 0.1)
+    monkeypatch.setattr(sft_examples, "AWAY_S", 0.1)
     (tmp_path / "wide.png").unlink()
     with pytest.raises(StorageUnavailableError, match=r"wide\.png cannot be read"):
         next(minibatches_of(make_engine(path), path, examples).of([[0]]))
+
+
+def test_a_read_that_does_not_return_is_told_and_not_waited_for_for_ever(
+    paths: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, image = paths["qwen3_vl"], tmp_path / "wide.png"
+    monkeypatch.setattr(sft_examples, "AWAY_S", 0.0)
+    monkeypatch.setattr(sft_minibatches, "AWAY_S", 1)
+    monkeypatch.setattr(sft_minibatches, "TOLD_S", 1)
+    examples = examples_of(path, write_examples(tmp_path))
+    image.unlink()
+    os.mkfifo(image)  # opening it returns once somebody writes
+    try:
+        with pytest.raises(StorageUnavailableError, match=r"wide\.png cannot be read: no answer for 3 s"):
+            next(minibatches_of(make_engine(path), path, examples).of([[0]]))
+    finally:
+        image.write_bytes(b"")
+    assert "wide.png is being read for 1 s" in caplog.text
 
 
 def test_a_checkpoint_names_the_image_that_is_another_than_it_was(paths: dict[str, Path], tmp_path: Path) -> None:
@@ -252,7 +304,7 @@ COLORS = {"R": (225, 45, 45), "Y": (250, 235, 60), "G": (40, 165, 75), "B": (45,
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pictures of one color, whose name is the answer; one picture is broken at its head, and one behind it. Held-out
-    ones are bytes of a parquet file.
+    ones are bytes of a parquet file, and those two are among them, too.
     """
     folder, rng = tmp_path_factory.mktemp("data"), random.Random(0)
     rows = []
@@ -264,7 +316,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, num_bytes in ((0, 10), (1, 400)):
         (folder / f"{number}.png").write_bytes(WIDE[:num_bytes])
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:64]))
-    held = [{**row, "images": [{"bytes": (folder / row["images"][0]).read_bytes(), "path": None}]} for row in rows[64:]]
+    held = [
+        {**row, "images": [{"bytes": (folder / row["images"][0]).read_bytes(), "path": None}]}
+        for row in rows[:2] + rows[64:]
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(held), folder / "heldout.parquet")
     return folder
 
@@ -298,6 +353,7 @@ def test_it_learns_what_only_images_say(whole: tuple[Path, str], seeing: Path) -
     heldout = metrics_of(config, "eval/loss")
     assert heldout[NUM_STEPS] < 0.5 * np.log(len(COLORS)) / 2 < heldout[0], "half of what is best without looking"
     assert sum(metrics_of(config, "sft/unshown").values()) == NUM_STEPS // 4, "once an epoch"
+    assert metrics_of(config, "eval/unshown") == dict.fromkeys((0, 4, 8, 12), 2.0)
     log = (config.parent / "run" / "logs" / "sft.log").read_text()
     assert "line 1: an image cannot be read" in log
     assert "line 2: an image cannot be read" in log
@@ -317,6 +373,17 @@ def test_stopped_and_resumed_it_has_the_losses_of_one_that_was_not_bit_by_bit(
     assert f"from step {NUM_STEPS - 4}" in sft(config, "--resume")
     for name in ("sft/loss", "sft/grad_norm", "eval/loss"):
         assert metrics_of(config, name) == metrics_of(whole[0], name), name
+
+
+def test_one_that_fails_leaves_no_images_behind(
+    seeing: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = [{"prompt": "<image>", "images": [{"bytes": WIDE[:400], "path": None}], "response": "R"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(held), tmp_path / "heldout.parquet")
+    config = write_job(tmp_path / "job", seeing, data, evaluation={"path": str(tmp_path / "heldout.parquet")})
+    assert main(["sft", str(config)]) == 1
+    assert "evaluation.path: no example has images that can be shown" in capsys.readouterr().err
+    assert not list((tmp_path / "job" / "run").glob("*.images"))
 
 
 @pytest.mark.thorough("test_two_ranks_train_like_one_also_where_one_has_no_image_and_where_one_has_a_broken_one")

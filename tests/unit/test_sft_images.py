@@ -1,5 +1,6 @@
 """Images in examples of `rolecall sft`: what rows may say, which tokens they become, what is refused or left out."""
 
+import errno
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pyarrow.parquet
 import pytest
 from pydantic import ValidationError
 
+from rolecall.data import sft_examples
 from rolecall.data.continuation import Continuation
 from rolecall.data.image_limits import check_sft_images
 from rolecall.data.images.files import ImageFile
@@ -18,7 +20,7 @@ from rolecall.data.images.spool import Spool
 from rolecall.data.images.tokens import require_visual_tokens, run_lengths
 from rolecall.data.sft_examples import Example, TokenizedExamples, load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.errors import ConfigError, InvalidInputError, StorageUnavailableError
+from rolecall.errors import ConfigError, DiskFullError, InvalidInputError, StorageUnavailableError
 from rolecall.settings import SftDataSection, SftSettings
 from tests.pictures import PAD, picture, write_seeing
 from tests.tiny_tokenizer import EOS_TOKEN_ID, VISION_TEMPLATE, VISION_TOKENS, write_tokenizer
@@ -99,6 +101,17 @@ def test_a_prompt_is_that_of_a_run_and_the_response_follows_it(folder: Path) -> 
     assert (none.files, PAD in other["token_ids"]) == ((), False)
 
 
+def test_a_mark_in_an_assistants_turn_is_an_image_in_a_prompt_and_letters_in_a_conversation(folder: Path) -> None:
+    talk = [asked("a"), said("write <image>"), asked("b")]
+    prompt = {"prompt": talk, "images": ["wide.png"], "response": "c"}
+    (row,), (other,) = tokens(folder, load(folder, prompt, {"prompt": [*talk, said("c")]})).rows
+    assert [run_lengths(each["token_ids"].tolist(), PAD) for each in (row, other)] == [[WIDE], []]
+    encoder = PromptEncoder(ChatTokenizer(folder / "model"), require_visual_tokens(folder / "model"))
+    load(folder, prompt)
+    ids, _ = encoder.encode(load_prompts(folder / "train.jsonl")[0])
+    assert row["token_ids"][: len(ids)].tolist() == ids, "as in a run"
+
+
 def test_parquet_holds_the_bytes_of_images(folder: Path) -> None:
     rows = [
         {"prompt": [asked(IMAGE, text("how?"))], "images": [{"bytes": picture(40, 16), "path": "x"}], "response": "a"},
@@ -137,6 +150,12 @@ def test_images_that_a_data_set_holds_as_bytes_are_put_away_and_read_one_by_one(
     with Spool(folder / "none", writes=True) as spool:
         assert spool.put(by_path) is by_path
     assert not (folder / "none").exists()
+
+
+def test_a_full_disk_beneath_images_that_are_put_away_is_told_in_words() -> None:
+    with pytest.raises(DiskFullError, match="no space to put images away in /dev/full"):
+        with Spool(Path("/dev/full"), writes=True) as spool:
+            spool.put(ImageFile(5, data=b"bytes"))
 
 
 @pytest.mark.parametrize(
@@ -199,6 +218,13 @@ def test_an_example_that_cannot_be_shown_is_left_out_told_and_counted(folder: Pa
     assert re.search(why, told)
 
 
+def test_what_is_said_to_the_assistant_later_may_spell_the_token_of_an_image(folder: Path) -> None:
+    row = {"prompt": [asked("<image>"), said("b"), asked("<|image_pad|>"), said("c")], "images": ["wide.png"]}
+    examples = tokens(folder, load(folder, row))
+    assert examples.unshown == ()
+    assert run_lengths(examples.rows[0][0]["token_ids"].tolist(), PAD) == [WIDE]
+
+
 def test_images_in_messages_that_the_template_does_not_show_leave_the_example_out(folder: Path) -> None:
     row = {"prompt": [asked("a"), said("b"), asked(IMAGE, role="tool"), said("c")], "images": ["wide.png"]}
     examples = load(folder, row)
@@ -220,6 +246,39 @@ def test_an_image_whose_disk_is_away_is_no_broken_one(folder: Path) -> None:
     with pytest.raises(StorageUnavailableError, match=r"gone\.png cannot be read: No such file"):
         image.size()
     assert ImageFile(1, folder / "wide.png").size() == ImageFile(1, data=picture(40, 16)).size() == (40, 16)
+
+
+def test_a_disk_that_is_away_for_a_while_at_the_start_is_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sft_examples, "RETRY_S", 0.01)
+    real: dict[str, Any] = {"stat": Path.stat, "open": Path.open}
+    asked_for = dict.fromkeys(real, 0)
+
+    def away_once(name: str) -> Any:
+        def answer(path: Path, *arguments: Any, **more: Any) -> Any:
+            asked_for[name] += path.name == "wide.png"
+            if path.name == "wide.png" and asked_for[name] == 1:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return real[name](path, *arguments, **more)
+
+        return answer
+
+    for name in real:
+        monkeypatch.setattr(Path, name, away_once(name))
+    row = {"prompt": "<image>", "images": ["wide.png"], "response": "a"}
+    assert len(tokens(folder, load(folder, row)).rows) == 1
+    assert asked_for == {"stat": 2, "open": 2}
+    assert caplog.text.count("wide.png cannot be read: Stale file handle") == 2
+
+
+def test_memory_that_a_process_lacks_is_no_fault_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spent(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("PIL.Image.open", spent)
+    with pytest.raises(MemoryError):
+        tokens(folder, load(folder, {"prompt": "<image>", "images": ["wide.png"], "response": "a"}))
 
 
 def test_the_digest_tells_an_image_of_another_length(folder: Path) -> None:

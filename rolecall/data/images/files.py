@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from rolecall.disk import PASSING
 from rolecall.errors import ConfigError, InvalidInputError, StorageUnavailableError
 from rolecall.rpc.options import MAX_MESSAGE_BYTES
 from rolecall.settings.data import IMAGE_MARK
@@ -109,7 +110,8 @@ def _away(path: Path | None, error: OSError) -> StorageUnavailableError:
 
 def read_images(value: object, folder: Path | None, where: str) -> tuple[ImageFile, ...]:
     """The images in a field of a row: a list, or one alone, of paths from `folder` and {bytes, path}. Without `folder`
-    they are only counted, and empty. ConfigError says what is wrong at `where`.
+    they are only counted, and empty. ConfigError says what is wrong at `where`; StorageUnavailableError: the disk
+    of an image is away.
     """
     given = [] if value is None else value if isinstance(value, list) else [value]
     if folder is None:
@@ -137,6 +139,8 @@ def _image(value: object, folder: Path, where: str) -> ImageFile:
         found = path.stat()
         wrong = "" if stat.S_ISREG(found.st_mode) else "it is no file"
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        if isinstance(error, OSError) and error.errno in PASSING:
+            raise _away(path, error) from error
         wrong = error.strerror or str(error) if isinstance(error, OSError) else str(error)
     if wrong:
         raise ConfigError(
@@ -203,11 +207,11 @@ def _by_head(file: BinaryIO) -> "Image":
 @contextmanager
 def _in_words() -> Iterator[None]:
     """InvalidInputError for whatever Pillow raises within. OSError for what a disk answers, whose errors have numbers:
-    all but EINVAL, which is a place that cannot be in a file.
+    all but EINVAL, which is a place that cannot be in a file. MemoryError: it says nothing of the file.
     """
     try:
         yield
-    except InvalidInputError:
+    except (InvalidInputError, MemoryError):
         raise
     except Exception as error:  # the entry point of a reader that answers odd files with errors of every kind
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):

@@ -1,23 +1,24 @@
 """A rank's minibatches of examples: from their numbers in the file to packed tensors, images included.
 
 Images are read when they are trained on, and those of the next minibatch while one is computed: what waits on the host
-are the pixels of two of a rank's shares. An example with an image that turns out to be broken is left out of its
-minibatch by all ranks; an image that is another than at the start ends the run.
+are the pixels of two of a rank's shares, and in an evaluation those of the next step's share beside its own two. An
+example with an image that turns out to be broken is left out of its minibatch by all ranks; an image that is another
+than at the start ends the run.
 """
 
 import logging
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import numpy as np
 
 from rolecall.columns import IMAGES
 from rolecall.data.images.files import ImageFile
 from rolecall.data.images.tokens import run_lengths
-from rolecall.data.sft_examples import TokenizedExamples
+from rolecall.data.sft_examples import AWAY_S, TokenizedExamples, patiently
 from rolecall.errors import ConfigError, InvalidInputError, StorageUnavailableError
 from rolecall.training.packing.images import ImageReader, ReadImages
 from rolecall.training.packing.pack import local_counts, pack
@@ -29,8 +30,8 @@ from rolecall.wire import Array
 
 logger = logging.getLogger(__name__)
 
-AWAY_S, RETRY_S = 600.0, 2.0
-"""Seconds for which the disk of an image may be away, as long as a run waits for one, and between two tries."""
+TOLD_S = 30
+"""Seconds between two lines that say that a read of an image does not return."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,13 @@ class Minibatches:
         above the token budget may be cut there.
         """
         self._context = context
-        self._examples = examples
+        self.examples = examples
+        """The set, with those that were left out of it at the start."""
         self._reader = reader
         self._between_segments = between_segments
+        self._num_done = 0
+        self._at: Path | None = None
+        """How often the thread that reads has got on, and the image that it reads."""
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="examples")
 
     def of(self, batches: Iterable[Sequence[int]]) -> Iterator[ExampleMinibatch]:
@@ -93,17 +98,17 @@ class Minibatches:
         planned = map(self._plan, batches)
         ahead = next(planned, None)
         while ahead is not None:
-            made = self._packed(ahead)
+            made = [self._packed(ahead)]
             ahead = next(planned, None)  # its images are read from here on
-            yield made
+            yield made.pop()  # kept no longer than by who takes it
 
     def in_order(self, size: int) -> Iterator[ExampleMinibatch]:
         """All examples in their order, `size` in a minibatch; raises as `of`."""
-        num_examples = len(self._examples.rows)
+        num_examples = len(self.examples.rows)
         return self.of(range(start, min(start + size, num_examples)) for start in range(0, num_examples, size))
 
     def _plan(self, numbers: Sequence[int]) -> _Planned:
-        lengths = [[len(segment["token_ids"]) for segment in self._examples.rows[number]] for number in numbers]
+        lengths = [[len(segment["token_ids"]) for segment in self.examples.rows[number]] for number in numbers]
         pieces = cut(lengths, self._context.token_budget, between_segments=self._between_segments)
         microbatches = self._context.plan(pieces, 1, 0).microbatches
         reading = None
@@ -121,7 +126,7 @@ class Minibatches:
                 logger.warning("%s; it is left out", why)
                 refused[place] = 1
             refused = self._context.group.sum(refused)
-        rows = [self._examples.rows[number] for number in planned.numbers]
+        rows = [self.examples.rows[number] for number in planned.numbers]
         packed = []
         for indices in planned.microbatches:
             mine = [piece for piece in map(planned.pieces.__getitem__, indices) if not refused[piece.row]]
@@ -149,11 +154,23 @@ class Minibatches:
         )
 
     def _waited_for(self, reading: Future[_ReadShare]) -> _ReadShare:
-        """A collective: an image may be unreadable on one rank."""
+        """A collective: an image may be unreadable on one rank. StorageUnavailableError names one whose read does not
+        return.
+        """
 
         def seconds() -> Iterator[None]:
+            num_done, waited_s = self._num_done, 0  # counted: a process that is stopped and goes on has not waited
             while not reading.done():
+                if num_done != self._num_done:
+                    num_done, waited_s = self._num_done, 0
+                elif waited_s > AWAY_S + TOLD_S:  # later than `patiently`, which knows why
+                    raise StorageUnavailableError(
+                        f"the image {self._at} cannot be read: no answer for {waited_s} s; bring its disk back"
+                    )
+                elif waited_s and waited_s % TOLD_S == 0:
+                    logger.warning("waiting: the image %s is being read for %d s", self._at, waited_s)
                 wait([reading], 1.0)
+                waited_s += 1
                 yield
             reading.result()  # bounded: it is done
 
@@ -170,22 +187,22 @@ class Minibatches:
         rows = [
             {**segment, IMAGES: columns[place]}
             for place, number in numbers.items()
-            for segment in self._examples.rows[number]
+            for segment in self.examples.rows[number]
         ]
         for _ in images.read(rows, unread):
-            pass
+            self._num_done += 1
         refused = {}
         for place, number in numbers.items():
-            where = self._examples.images[number].where
+            where = self.examples.images[number].where
             why = next((unread[file].message for file in files[place] if file in unread), None)
             if why is not None:
                 refused[place] = f"{where}: {why}"
                 continue
-            for segment in self._examples.rows[number]:
+            for segment in self.examples.rows[number]:
                 shown = images.shown_by(segment["token_ids"], columns[place])
                 made = [prod(images.size(images[file])) for file in shown]
                 if made != run_lengths(segment["token_ids"].tolist(), images.token_id):
-                    names = ", ".join(str(image.path) for image in self._examples.images[number].files)
+                    names = ", ".join(str(image.path) for image in self.examples.images[number].files)
                     raise ConfigError(
                         f"{where}: its images ({names}) are not those that it began with: they take other tokens; put "
                         "back the files, and go on with --resume"
@@ -193,21 +210,14 @@ class Minibatches:
         return _ReadShare(images, columns, refused)
 
     def _files(self, number: int) -> list[bytes]:
-        images = self._examples.images[number]
+        images = self.examples.images[number]
         try:
-            return [_patiently(image) for image in images.files]
+            return [self._file(image) for image in images.files]
         except InvalidInputError as error:
             raise ConfigError(f"{images.where}: {error.message}") from error
 
-
-def _patiently(image: ImageFile) -> bytes:
-    """The bytes of an image, for whose disk it waits."""
-    until = time.monotonic() + AWAY_S
-    while True:
-        try:
-            return image.read()
-        except StorageUnavailableError as error:
-            if time.monotonic() > until:
-                raise
-            logger.warning("waiting: %s", error.message)
-            time.sleep(RETRY_S)
+    def _file(self, image: ImageFile) -> bytes:
+        self._at = image.path
+        file = patiently(image.read)
+        self._num_done += 1
+        return file

@@ -5,6 +5,7 @@ The order of examples derives from (seed, epoch) and the position from the step 
 whole cursor. Metrics are named sft/ (training) and eval/ (held out).
 """
 
+import json
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rolecall.data.images.spool import Spool
+from rolecall.data.images.spool import Spool, spool_of
 from rolecall.data.images.tokens import VisualTokens, collapsed, require_visual_tokens
 from rolecall.data.sft_examples import TokenizedExamples, end_of_response, load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer, read_template
@@ -30,6 +31,7 @@ from rolecall.training.objective.routing import RouterLosses, router_load
 from rolecall.training.options import DTYPES, EngineOptions
 from rolecall.training.packing.images import ImageReader
 from rolecall.training.packing.pieces import join
+from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.serving.hooks import ProcessHooks, nothing
 from rolecall.training.serving.trainer import Progress
 from rolecall.training.sft.checkpoints import SftCheckpoints
@@ -112,6 +114,9 @@ class SftRank:
         )
         _begin("loading the model")
         self._context = start_context(options, actor, actor, run.dir, start_timeout_s, ProcessHooks("sft", lost=lost))
+        require_one_set(self._context.group, "data.train", self._examples)
+        if heldout is not None:
+            require_one_set(self._context.group, "evaluation.path", heldout)
         reader = ImageReader(options.path, DTYPES[options.dtype]) if settings.shows_images else None
         # a token's share of its row's mean depends on the whole row
         apart = settings.aggregation != "seq_mean_token_mean"
@@ -137,9 +142,6 @@ class SftRank:
             if report is not None:
                 report.close(end)
         self._context.group.leave()
-        if is_leader:
-            for setting in ("data.train", "evaluation.path"):
-                _spool_of(self._settings, setting).unlink(missing_ok=True)
 
     def _train(self, step: int, checkpoints: SftCheckpoints, report: SftReport | None) -> None:
         """Trains from `step` on to the last step's checkpoint."""
@@ -201,22 +203,29 @@ class SftRank:
         """The mean negative log-likelihood of the held-out responses' tokens. ConfigError when no image of any can be
         shown.
         """
-        total, num_tokens = 0.0, 0
-        for made in heldout.in_order(self._settings.data.batch_size):
-            minibatch = made.minibatch
-            for microbatch, outputs in zip(
-                minibatch.microbatches, self._context.engine.forward(minibatch.microbatches), strict=True
-            ):
-                assert isinstance(outputs, TokenOutputs)
-                total -= float(torch.where(microbatch.score_mask_N, outputs.logprobs_N.double(), 0.0).sum())
-            num_tokens += minibatch.counts.num_tokens
+        total, num_tokens, num_unshown = 0.0, 0, len(heldout.examples.unshown)
+        # mapped: a loop's own name would keep a minibatch until the next has been made
+        for loss, num_trained, num_left_out in map(self._measured, heldout.in_order(self._settings.data.batch_size)):
+            total, num_tokens, num_unshown = total + loss, num_tokens + num_trained, num_unshown + num_left_out
         if not num_tokens:
             raise ConfigError("evaluation.path: no example has images that can be shown; mend them, or leave it out")
         metrics = Metrics()
         metrics.mean(
             "eval/loss", float(self._context.group.sum_over_slots(np.array([total]))[0]) / num_tokens, num_tokens
         )
+        if self._visual_tokens is not None:
+            metrics.sum("eval/unshown", num_unshown)
         return metrics
+
+    def _measured(self, made: ExampleMinibatch) -> tuple[float, int, int]:
+        """The negative log-likelihood of the tokens that this rank has of a minibatch; of all ranks how many there are,
+        and how many examples are left out.
+        """
+        total, microbatches = 0.0, made.minibatch.microbatches
+        for microbatch, outputs in zip(microbatches, self._context.engine.forward(microbatches), strict=True):
+            assert isinstance(outputs, TokenOutputs)
+            total -= float(torch.where(microbatch.score_mask_N, outputs.logprobs_N.double(), 0.0).sum())
+        return total, made.minibatch.counts.num_tokens, made.num_unshown
 
 
 def _begin(phase: str) -> None:
@@ -249,7 +258,7 @@ def _tokenized(
     with ExitStack() as opened:
         spool = None
         if visual_tokens is not None:
-            spool = opened.enter_context(Spool(_spool_of(settings, setting), writes=is_leader))
+            spool = opened.enter_context(Spool(spool_of(settings.run.dir, setting), writes=is_leader))
         loaded = load_examples(paths, data, setting)
         examples = tokenize(loaded, tokenizer, end, data.max_tokens, visual_tokens, spool)
     if not examples.rows:
@@ -271,6 +280,17 @@ def _tokenized(
     return examples
 
 
-def _spool_of(settings: SftSettings, setting: str) -> Path:
-    """The file of the images that the files of `setting` hold as bytes, for as long as the command lives."""
-    return settings.run.dir / f"{setting}.images"
+def require_one_set(group: CommandGroup, setting: str, examples: TokenizedExamples) -> None:
+    """A collective. ConfigError where ranks found different `examples` in the files that `setting` names, as when one
+    read an image that was still being written: their batches would be of different rows.
+    """
+    if len(set(group.gather(examples.digest.encode()))) == 1:
+        return
+    sizes = [f"the image {image.path} has {image.num_bytes} bytes" for image in examples.image_files]
+    found = [json.loads(each) for each in group.gather(json.dumps([*examples.unshown, *sizes]).encode())]
+    common = set(found[0]).intersection(*found[1:])
+    odd = [f"to rank {rank} {why}" for rank, each in enumerate(found) for why in each if why not in common]
+    raise ConfigError(
+        f"{setting}: ranks read other examples{f' ({odd[0]})' if odd else ''}; give all the same files, whole and "
+        "at rest, and start again"
+    )
