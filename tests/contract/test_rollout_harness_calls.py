@@ -1,11 +1,13 @@
 """Calls of an agent at the rollout's endpoint: what is one and the same, what is refused, and what a failure leaves."""
 
 import asyncio
+import gc
 import json
 import logging
 import socket
 import ssl
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from itertools import count
@@ -20,6 +22,7 @@ from openai import OpenAI
 from rolecall.environment import Agent, Answer, Policy
 from rolecall.errors import UnavailableError
 from rolecall.settings import RpcSection
+from services.rollout.harness.calls import ChatCall, Reply
 from services.rollout.harness.endpoint import Endpoint
 from services.rollout.harness.retries import Exchanges
 from tests.contract.environment_peers import environment
@@ -184,6 +187,44 @@ async def test_a_call_whose_body_comes_after_its_episode_is_over_is_refused(path
         answer = await asyncio.wait_for(reader.readuntil(b"under way"), 30)
         assert answer.startswith(b"HTTP/1.1 401 ")
         writer.close()
+
+
+class Brief:
+    """An attempt that says hello."""
+
+    num_calls = 0
+
+    async def answer(self, call: ChatCall) -> Reply:
+        self.num_calls += 1
+        return Reply(self.num_calls, {"role": "assistant", "content": "hello"}, "stop", 1, 1)
+
+    def seen(self, number: int) -> None:
+        pass
+
+
+async def test_no_body_outlives_its_answer() -> None:
+    """The episode is open, and so is the connection."""
+    async with listening() as (endpoint, _, _), httpx.AsyncClient() as client:
+        key, _ = endpoint.open(cast(Any, Brief()))
+        url = f"data:image/png;base64,{'A' * 2**22}"
+        said = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+
+        async def call() -> None:
+            headers = {"Authorization": f"Bearer {key}"}
+            response = await client.post(
+                f"{endpoint.base_url}/chat/completions", json={"messages": said}, headers=headers
+            )
+            assert response.status_code == 200
+
+        await call()
+        tracemalloc.start()
+        try:
+            for _ in range(3):
+                await call()
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] < 2**22, "not even one"
+        finally:
+            tracemalloc.stop()
 
 
 async def test_an_answer_that_takes_longer_than_idle_connections_live_is_told(

@@ -94,7 +94,7 @@ class Endpoint:
         async with self._starting:  # bounded: binding a socket waits for nobody
             if self.base_url:
                 return
-            app = web.Application(client_max_size=MAX_BODY_BYTES)
+            app = web.Application()
             for prefix in ("", KEYED):
                 for path, dialect in DIALECTS.items():
                     app.router.add_post(prefix + path, self._answers(dialect))
@@ -199,9 +199,10 @@ class Endpoint:
         count = request.headers.get("x-stainless-retry-count", "")
         retry_count = int(count) if count.isdecimal() and len(count) < 10 else 0
         asked = request.path.encode() + b"\n" + body
+        transport = request.transport
 
-        def is_waited_for() -> bool:
-            return request.transport is not None and not request.transport.is_closing()
+        def is_waited_for() -> bool:  # of the transport alone: it lasts as long as the episode
+            return transport is not None and not transport.is_closing()
 
         earlier = opened.exchanges.earlier(asked, key, retry_count)
         if earlier is not None:
@@ -329,14 +330,19 @@ def _deliver(opened: _Open, exchange: Exchange[Reply], reply: Reply) -> None:
 
 
 async def _body(request: web.Request) -> bytes:
+    """The body, which `request` does not keep, as it would that of its `read`: a connection has its last request."""
+    chunks, num_bytes = list[bytes](), 0
     try:
         async with asyncio.timeout(BODY_S):
-            return await request.read()
+            async for chunk in request.content.iter_any():
+                chunks.append(chunk)
+                num_bytes += len(chunk)
+                if num_bytes > MAX_BODY_BYTES:
+                    raise RefusedError(413, "request_too_large", f"a request may have {MAX_BODY_BYTES:,} bytes")
     except TimeoutError as error:
         words = f"the body of the request did not come within {BODY_S:g} s"
         raise RefusedError(408, "request_timeout", words) from error
-    except web.HTTPRequestEntityTooLarge as error:
-        raise RefusedError(413, "request_too_large", f"a request may have {MAX_BODY_BYTES:,} bytes") from error
+    return b"".join(chunks)
 
 
 def _refused(dialect: Dialect, error: RefusedError) -> web.Response:
