@@ -189,6 +189,33 @@ async def test_a_call_whose_body_comes_after_its_episode_is_over_is_refused(path
         writer.close()
 
 
+class Counts:
+    """An attempt that never has counted the tokens of a prompt."""
+
+    def __init__(self) -> None:
+        self.is_counting, self.has_ended = asyncio.Event(), asyncio.Event()
+
+    async def num_prompt_tokens(self, call: ChatCall) -> int:
+        self.is_counting.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.has_ended.set()
+        return 0
+
+
+async def test_the_count_of_a_prompts_tokens_ends_with_its_episode() -> None:
+    async with listening() as (endpoint, _, _), httpx.AsyncClient() as client:
+        attempt = Counts()
+        key, _ = endpoint.open(cast(Any, attempt))
+        url, headers = f"{endpoint.base_url}/messages/count_tokens", {"x-api-key": key}
+        asking = asyncio.create_task(client.post(url, json={"messages": SAID}, headers=headers))
+        await asyncio.wait_for(attempt.is_counting.wait(), 30)
+        endpoint.seal(key)
+        assert (await asyncio.wait_for(asking, 30)).status_code == 401
+        assert attempt.has_ended.is_set()
+
+
 class Brief:
     """An attempt that says hello."""
 

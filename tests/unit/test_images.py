@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from rolecall.commands.check import check
 from rolecall.data.dataset import PARQUET_ROWS, RawPrompt, load_prompts, read_rows
 from rolecall.data.engine_limits import check_engine
-from rolecall.data.images.files import MAX_BYTES, image_size, media_type, open_image
+from rolecall.data.images.files import FORMATS, MAX_BYTES, image_size, media_type, open_image
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.images.tokens import (
     VisualTokens,
@@ -339,7 +339,7 @@ def test_an_image_of_too_many_pixels_is_refused_before_they_are_there() -> None:
         open_image(head)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_the_head_of_a_file_tells_as_many_tokens_as_its_pixels(kind: str, tmp_path: Path) -> None:
     encode = encoder(tmp_path / "model").encode
     for number, (width, height) in enumerate([(36, 20), (20, 37), (700, 90), (1, 3), (90, 700)]):

@@ -12,9 +12,9 @@ import json
 import logging
 import resource
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -27,6 +27,8 @@ from services.rollout.harness import chat, messages, responses
 from services.rollout.harness.attempt import Attempt
 from services.rollout.harness.calls import ChatCall, Dialect, Event, RefusedError, Reply
 from services.rollout.harness.retries import Exchange, Exchanges
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,14 @@ class _Open:
     exchanges: Exchanges[Reply] = field(default_factory=Exchanges)
     answered: dict[int, tuple[ChatCall, Reply]] = field(default_factory=dict)
     failed: "asyncio.Future[RoleCallError]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    working: "set[asyncio.Task[Reply]]" = field(default_factory=set)
+    working: "set[asyncio.Task[Any]]" = field(default_factory=set)
+
+    def begun(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """The task of what a request asks for, which ends with the episode."""
+        task = asyncio.create_task(work)
+        self.working.add(task)
+        task.add_done_callback(self.working.discard)
+        return task
 
 
 class Endpoint:
@@ -159,7 +168,8 @@ class Endpoint:
         try:
             opened, body = await self._asked(request)
             call = messages.read(body, opened.answered)
-            return web.json_response({"input_tokens": await opened.attempt.num_prompt_tokens(call)})
+            counting = opened.begun(opened.attempt.num_prompt_tokens(call))
+            return web.json_response({"input_tokens": await _worked(counting)})
         except RefusedError as error:
             return _refused(messages, error)
 
@@ -208,9 +218,7 @@ class Endpoint:
         if earlier is not None:
             earlier.is_waited_for = is_waited_for
             return earlier
-        work = asyncio.create_task(self._answer(opened, call))
-        opened.working.add(work)
-        work.add_done_callback(opened.working.discard)
+        work = opened.begun(self._answer(opened, call))
         return opened.exchanges.add(asked, key, retry_count, work, is_waited_for)
 
     async def _answer(self, opened: _Open, call: ChatCall) -> Reply:
@@ -314,8 +322,8 @@ class _Stream:
         return response
 
 
-async def _worked(work: "asyncio.Task[Reply]") -> Reply:
-    """The answer, which is sampled whether or not anybody waits. RefusedError where there is none."""
+async def _worked(work: "asyncio.Task[T]") -> T:
+    """The answer, which is made whether or not anybody waits. RefusedError where there is none."""
     try:
         return await asyncio.shield(work)  # bounded: by the episode's deadline
     except asyncio.CancelledError:
