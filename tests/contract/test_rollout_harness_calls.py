@@ -22,7 +22,8 @@ from openai import OpenAI
 from rolecall.environment import Agent, Answer, Policy
 from rolecall.errors import UnavailableError
 from rolecall.settings import RpcSection
-from services.rollout.harness.calls import ChatCall, Reply
+from services.rollout.harness import chat
+from services.rollout.harness.calls import Answered, ChatCall, Reply
 from services.rollout.harness.endpoint import Endpoint
 from services.rollout.harness.retries import Exchanges
 from tests.contract.environment_peers import environment
@@ -227,6 +228,33 @@ class Brief:
 
     def seen(self, number: int) -> None:
         pass
+
+
+async def test_a_large_body_is_read_beside_the_loop_and_overtaken_by_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_read, may_go_on, read = threading.Event(), threading.Event(), chat.read
+
+    def slow(body: bytes, answered: Answered) -> ChatCall:
+        if len(body) > 2**20:
+            is_read.set()
+            assert may_go_on.wait(30)
+        return read(body, answered)
+
+    monkeypatch.setattr(chat, "read", slow)
+    async with listening() as (endpoint, _, _), httpx.AsyncClient() as client:
+        key, _ = endpoint.open(cast(Any, Brief()))
+        url, headers = f"{endpoint.base_url}/chat/completions", {"Authorization": f"Bearer {key}"}
+
+        async def call(text: str) -> str:
+            said = [{"role": "user", "content": text}]
+            response = await client.post(url, json={"messages": said}, headers=headers, timeout=60)
+            return str(response.json()["id"])
+
+        first = asyncio.create_task(call("x" * 2**21))
+        await until(is_read.is_set)
+        second = asyncio.create_task(call("y"))
+        await asyncio.sleep(0.2)
+        may_go_on.set()
+        assert (await first, await second) == ("chatcmpl-1", "chatcmpl-2")
 
 
 async def test_no_body_outlives_its_answer() -> None:

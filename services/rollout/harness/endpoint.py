@@ -8,6 +8,7 @@ engine, within the episode's deadline; answers are kept while their episode is o
 """
 
 import asyncio
+import hashlib
 import json
 import logging
 import resource
@@ -42,6 +43,8 @@ KEYED = "/episodes/{key}"
 """What stands before a path that holds the key itself, for clients that can set none."""
 MAX_BODY_BYTES = 16 * 2**20
 """Largest request."""
+LARGE_BYTES = 2**20
+"""Bodies above this are read in a thread: of 13 MiB, JSON, base64 and digests take 0.1 s and more."""
 BODY_S = 60.0
 """Seconds that the body of a request may take to come."""
 IDLE_S = 75.0
@@ -71,6 +74,8 @@ class _Open:
     answered: dict[int, tuple[ChatCall, Reply]] = field(default_factory=dict)
     failed: "asyncio.Future[RoleCallError]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     working: "set[asyncio.Task[Any]]" = field(default_factory=set)
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a call is read, so that one behind a large one does not overtake it."""
 
     def begun(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         """The task of what a request asks for, which ends with the episode."""
@@ -167,7 +172,8 @@ class Endpoint:
         """Anthropic's question how long a prompt would be, which takes no call."""
         try:
             opened, body = await self._asked(request)
-            call = messages.read(body, opened.answered)
+            call, _ = await _read(messages, request, body, opened)
+            self._opened(request)
             counting = opened.begun(opened.attempt.num_prompt_tokens(call))
             return web.json_response({"input_tokens": await _worked(counting)})
         except RefusedError as error:
@@ -179,9 +185,11 @@ class Endpoint:
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 opened, body = await self._asked(request)
-                call = dialect.read(body, opened.answered)
+                async with opened.reading:  # bounded: by MAX_CONNECTIONS, for each of which it is held a moment
+                    call, digest = await _read(dialect, request, body, opened)
+                    del body
+                    exchange = self._exchange(self._opened(request), request, digest, call)
                 self._tell(call.unheeded)
-                exchange = self._exchange(opened, request, body, call)
                 told = (_Stream if call.streams else _Whole)(request, dialect, call)
                 return await told.answer(opened, exchange)
             except RefusedError as error:
@@ -203,23 +211,22 @@ class Endpoint:
             raise RefusedError(401, "invalid_api_key", "the key is of no episode that is under way")
         return opened
 
-    def _exchange(self, opened: _Open, request: web.Request, body: bytes, call: ChatCall) -> Exchange[Reply]:
+    def _exchange(self, opened: _Open, request: web.Request, digest: bytes, call: ChatCall) -> Exchange[Reply]:
         """The exchange of a call that this request makes, or makes again."""
         key = request.headers.get("Idempotency-Key", "")
         count = request.headers.get("x-stainless-retry-count", "")
         retry_count = int(count) if count.isdecimal() and len(count) < 10 else 0
-        asked = request.path.encode() + b"\n" + body
         transport = request.transport
 
         def is_waited_for() -> bool:  # of the transport alone: it lasts as long as the episode
             return transport is not None and not transport.is_closing()
 
-        earlier = opened.exchanges.earlier(asked, key, retry_count)
+        earlier = opened.exchanges.earlier(digest, key, retry_count)
         if earlier is not None:
             earlier.is_waited_for = is_waited_for
             return earlier
         work = opened.begun(self._answer(opened, call))
-        return opened.exchanges.add(asked, key, retry_count, work, is_waited_for)
+        return opened.exchanges.add(digest, key, retry_count, work, is_waited_for)
 
     async def _answer(self, opened: _Open, call: ChatCall) -> Reply:
         """Samples the answer, whoever still waits for it. What fails in the engine fails the whole episode."""
@@ -351,6 +358,18 @@ async def _body(request: web.Request) -> bytes:
         words = f"the body of the request did not come within {BODY_S:g} s"
         raise RefusedError(408, "request_timeout", words) from error
     return b"".join(chunks)
+
+
+async def _read(dialect: Dialect, request: web.Request, body: bytes, opened: _Open) -> tuple[ChatCall, bytes]:
+    """The call in a body, and a digest of its path and that. RefusedError says what cannot be answered."""
+    path = request.path.encode()
+
+    def read() -> tuple[ChatCall, bytes]:
+        digest = hashlib.sha256(path + b"\n")
+        digest.update(body)
+        return dialect.read(body, opened.answered), digest.digest()
+
+    return read() if len(body) <= LARGE_BYTES else await asyncio.to_thread(read)
 
 
 def _refused(dialect: Dialect, error: RefusedError) -> web.Response:
