@@ -349,7 +349,7 @@ async def _body(request: web.Request) -> bytes:
     chunks, num_bytes = list[bytes](), 0
     try:
         async with asyncio.timeout(BODY_S):
-            async for chunk in request.content.iter_any():
+            async for chunk in request.content.iter_any():  # bounded: by BODY_S around it
                 chunks.append(chunk)
                 num_bytes += len(chunk)
                 if num_bytes > MAX_BODY_BYTES:
