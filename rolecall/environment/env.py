@@ -70,7 +70,7 @@ class Image:
     """An image that the policy sees."""
 
     data: bytes = field(repr=False)
-    """A file that Pillow reads: PNG, JPEG or another."""
+    """A file: PNG, JPEG, WebP, GIF, BMP, TIFF, JPEG 2000, AVIF or PPM."""
     media_type: str = "image/png"
 
     @property

@@ -355,7 +355,7 @@ class ImagePart(_message.Message):
     media_type: _builtins.str
     """Type of the data, as "image/png"; for people: the data says by itself what it is."""
     data: _builtins.bytes
-    """The encoded image: a file that Pillow reads, of 8 bits a channel and at most 2^26 pixels. [message.images]"""
+    """The encoded image: PNG, JPEG, WebP, GIF, BMP, TIFF, JPEG 2000, AVIF or PPM, of 8 bits a channel and at most 2^26 pixels. [message.images]"""
     def __init__(
         self,
         *,

@@ -375,6 +375,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "too long": (picture(2, 402), "an image cannot be shown: an image of 2 x 402 pixels is more than 200"),
     "no image": (b"hello", "an image cannot be shown: an image cannot be read"),
     "too many tokens": (picture(64, 64), "the first prompt of a conversation has "),
+    "as many, of which no pixel is opened": (picture(64, 64)[:200], "the first prompt of a conversation has "),
 }
 """Images that cannot be shown, and why."""
 _REMOTE = "https://example.org/a.png"

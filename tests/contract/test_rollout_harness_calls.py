@@ -1,11 +1,13 @@
 """Calls of an agent at the rollout's endpoint: what is one and the same, what is refused, and what a failure leaves."""
 
 import asyncio
+import gc
 import json
 import logging
 import socket
 import ssl
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from itertools import count
@@ -20,6 +22,8 @@ from openai import OpenAI
 from rolecall.environment import Agent, Answer, Policy
 from rolecall.errors import UnavailableError
 from rolecall.settings import RpcSection
+from services.rollout.harness import chat
+from services.rollout.harness.calls import Answered, ChatCall, Reply
 from services.rollout.harness.endpoint import Endpoint
 from services.rollout.harness.retries import Exchanges
 from tests.contract.environment_peers import environment
@@ -184,6 +188,98 @@ async def test_a_call_whose_body_comes_after_its_episode_is_over_is_refused(path
         answer = await asyncio.wait_for(reader.readuntil(b"under way"), 30)
         assert answer.startswith(b"HTTP/1.1 401 ")
         writer.close()
+
+
+class Counts:
+    """An attempt that never has counted the tokens of a prompt."""
+
+    def __init__(self) -> None:
+        self.is_counting, self.has_ended = asyncio.Event(), asyncio.Event()
+
+    async def num_prompt_tokens(self, call: ChatCall) -> int:
+        self.is_counting.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.has_ended.set()
+        return 0
+
+
+async def test_the_count_of_a_prompts_tokens_ends_with_its_episode() -> None:
+    async with listening() as (endpoint, _, _), httpx.AsyncClient() as client:
+        attempt = Counts()
+        key, _ = endpoint.open(cast(Any, attempt))
+        url, headers = f"{endpoint.base_url}/messages/count_tokens", {"x-api-key": key}
+        asking = asyncio.create_task(client.post(url, json={"messages": SAID}, headers=headers))
+        await asyncio.wait_for(attempt.is_counting.wait(), 30)
+        endpoint.seal(key)
+        assert (await asyncio.wait_for(asking, 30)).status_code == 401
+        assert attempt.has_ended.is_set()
+
+
+class Brief:
+    """An attempt that says hello."""
+
+    num_calls = 0
+
+    async def answer(self, call: ChatCall) -> Reply:
+        self.num_calls += 1
+        return Reply(self.num_calls, {"role": "assistant", "content": "hello"}, "stop", 1, 1)
+
+    def seen(self, number: int) -> None:
+        pass
+
+
+async def test_a_large_body_is_read_beside_the_loop_and_overtaken_by_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_read, may_go_on, read = threading.Event(), threading.Event(), chat.read
+
+    def slow(body: bytes, answered: Answered) -> ChatCall:
+        if len(body) > 2**20:
+            is_read.set()
+            assert may_go_on.wait(30)
+        return read(body, answered)
+
+    monkeypatch.setattr(chat, "read", slow)
+    async with listening() as (endpoint, _, _), httpx.AsyncClient() as client:
+        key, _ = endpoint.open(cast(Any, Brief()))
+        url, headers = f"{endpoint.base_url}/chat/completions", {"Authorization": f"Bearer {key}"}
+
+        async def call(text: str) -> str:
+            said = [{"role": "user", "content": text}]
+            response = await client.post(url, json={"messages": said}, headers=headers, timeout=60)
+            return str(response.json()["id"])
+
+        first = asyncio.create_task(call("x" * 2**21))
+        await until(is_read.is_set)
+        second = asyncio.create_task(call("y"))
+        await asyncio.sleep(0.2)
+        may_go_on.set()
+        assert (await first, await second) == ("chatcmpl-1", "chatcmpl-2")
+
+
+async def test_no_body_outlives_its_answer() -> None:
+    """The episode is open, and so is the connection."""
+    async with listening() as (endpoint, _, _), httpx.AsyncClient() as client:
+        key, _ = endpoint.open(cast(Any, Brief()))
+        url = f"data:image/png;base64,{'A' * 2**22}"
+        said = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+
+        async def call() -> None:
+            headers = {"Authorization": f"Bearer {key}"}
+            response = await client.post(
+                f"{endpoint.base_url}/chat/completions", json={"messages": said}, headers=headers
+            )
+            assert response.status_code == 200
+
+        await call()
+        tracemalloc.start()
+        try:
+            for _ in range(3):
+                await call()
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] < 2**22, "not even one"
+        finally:
+            tracemalloc.stop()
 
 
 async def test_an_answer_that_takes_longer_than_idle_connections_live_is_told(

@@ -35,8 +35,6 @@ class Diary:
     failure: Exception | None = None
 
     def log(self, step: int, values: Any) -> None:
-        if step == 0:
-            return  # the evaluation of the first weights
         assert self.may_log.wait(WAIT_S)
         if self.failure is not None:
             raise self.failure

@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import io
 import json
+import os
 import random
 import struct
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from pydantic import ValidationError
 from rolecall.commands.check import check
 from rolecall.data.dataset import PARQUET_ROWS, RawPrompt, load_prompts, read_rows
 from rolecall.data.engine_limits import check_engine
-from rolecall.data.images.files import MAX_BYTES, image_size, media_type, open_image
+from rolecall.data.images.files import FORMATS, MAX_BYTES, image_size, media_type, open_image
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.images.tokens import (
     VisualTokens,
@@ -287,6 +288,33 @@ def test_what_is_no_whole_image_is_refused(data: bytes) -> None:
         open_image(data)
 
 
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def in_iptc(file: bytes) -> bytes:
+    """An IPTC file with another file inside."""
+
+    def field(record: int, dataset: int, data: bytes) -> bytes:
+        return bytes([0x1C, record, dataset]) + len(data).to_bytes(2, "big") + data
+
+    head = field(3, 60, b"\1\0") + field(3, 20, b"\0\x40") + field(3, 30, b"\0\x40") + field(3, 120, b"\5")
+    return head + field(8, 10, file)
+
+
+@pytest.mark.parametrize("data", [EPS, in_iptc(EPS), picture(8, 8, kind="DDS")])
+def test_a_file_of_another_format_is_refused_and_no_program_is_run(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/was_run\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for read in (open_image, image_size, media_type):
+        with pytest.raises(InvalidInputError, match="of one of the formats PNG, JPEG, WEBP"):
+            read(data)
+    assert not (tmp_path / "was_run").exists()
+
+
 @pytest.mark.parametrize(
     ("mode", "kind", "depth"), [("I;16", "PNG", np.uint16), ("I;16", "TIFF", np.uint16), ("I", "TIFF", np.int32)]
 )
@@ -311,7 +339,7 @@ def test_an_image_of_too_many_pixels_is_refused_before_they_are_there() -> None:
         open_image(head)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_the_head_of_a_file_tells_as_many_tokens_as_its_pixels(kind: str, tmp_path: Path) -> None:
     encode = encoder(tmp_path / "model").encode
     for number, (width, height) in enumerate([(36, 20), (20, 37), (700, 90), (1, 3), (90, 700)]):
@@ -613,10 +641,26 @@ def test_check_tells_what_prompts_show_and_names_the_line_of_a_broken_file(tmp_p
 
 @pytest.mark.parametrize(
     ("kind", "named"),
-    [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp"), ("DDS", "application/octet-stream")],
+    [
+        ("PNG", "image/png"),
+        ("JPEG", "image/jpeg"),
+        ("MPO", "image/jpeg"),
+        ("WEBP", "image/webp"),
+        ("GIF", "image/gif"),
+        ("BMP", "image/bmp"),
+        ("TIFF", "image/tiff"),
+        ("JPEG2000", "image/jp2"),
+        ("AVIF", "image/avif"),
+        ("PPM", "image/x-portable-anymap"),
+    ],
 )
-def test_a_file_is_named_by_what_it_holds(kind: str, named: str) -> None:
-    assert media_type(picture(8, 8, kind=kind)) == named
+def test_a_file_is_opened_and_named_by_what_it_holds(kind: str, named: str) -> None:
+    file = io.BytesIO()
+    first, second = (Image.open(io.BytesIO(picture(8, 9, seed))) for seed in range(2))
+    first.save(file, kind, **{"save_all": True, "append_images": [second]} if kind == "MPO" else {})
+    assert Image.open(file).format == kind
+    assert media_type(file.getvalue()) == named
+    assert open_image(file.getvalue()).size == (8, 9)
     with pytest.raises(InvalidInputError, match="an image cannot be read"):
         media_type(b"hello")
 

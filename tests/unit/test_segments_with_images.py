@@ -20,7 +20,7 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.training.packing.pieces import cut
 from rolecall.v1 import trajectory_pb2
 from services.rollout.harness.attempt import Attempt, Limits
-from services.rollout.harness.calls import DIGEST, ChatCall, digests_of
+from services.rollout.harness.calls import DIGEST, ChatCall, RefusedError, digests_of
 from services.rollout.replica import Response
 from services.rollout.sampling import EngineInfo, Sample, SampleRequest, VersionSpan
 from services.rollout.trajectories import columns, images_column
@@ -83,11 +83,7 @@ async def played(tokenizer: ChatTokenizer, steps: list[Any], room: int) -> tuple
     """An agent that calls as `steps` say: from nothing, from an earlier answer, the same again, with the images of the
     first message swapped.
     """
-    sampler = Sampler(tokenizer)
-    first = SampleRequest("r", (), trajectory_pb2.SamplingParams(temperature=1, max_tokens=LONGEST), 1, (FILES[0],))
-    limits = Limits(LONGEST, 100, room, sum(map(len, FILES[1:])), time.monotonic() + 600)
-    prompts = PromptThread(tokenizer, LONGEST, TOKENS)
-    attempt = Attempt(first, limits, cast(Any, sampler), tokenizer, prompts, None, asyncio.Semaphore())
+    attempt, sampler, prompts = attempt_of(tokenizer, room, sum(map(len, FILES[1:])), 600)
     calls: list[tuple[list[dict[str, Any]], Any]] = []
     for number, (kind, choice, files, has_placeholder) in enumerate(steps):
         sampler.has_placeholder = has_placeholder
@@ -105,6 +101,32 @@ async def played(tokenizer: ChatTokenizer, steps: list[Any], room: int) -> tuple
         calls.append((messages, answer.message))
     prompts.close()
     return attempt, sampler
+
+
+def attempt_of(
+    tokenizer: ChatTokenizer, room: int, max_image_bytes: int, seconds: float
+) -> tuple[Attempt, Sampler, PromptThread]:
+    sampler = Sampler(tokenizer)
+    first = SampleRequest("r", (), trajectory_pb2.SamplingParams(temperature=1, max_tokens=LONGEST), 1, (FILES[0],))
+    limits = Limits(LONGEST, 100, room, max_image_bytes, time.monotonic() + seconds)
+    prompts = PromptThread(tokenizer, LONGEST, TOKENS)
+    return Attempt(first, limits, cast(Any, sampler), tokenizer, prompts, None, asyncio.Semaphore()), sampler, prompts
+
+
+async def test_a_question_of_tokens_has_the_bounds_of_a_call_and_spends_none(tokenizer: ChatTokenizer) -> None:
+    attempt, _, prompts = attempt_of(tokenizer, LONGEST, len(FILES[1]), 600)
+    both = ChatCall((shown(0, [1, 2]),), files={digest: DIGESTS[digest] for digest in [*DIGESTS][:3]})
+    with pytest.raises(RefusedError, match="bytes of images that it may") as refused:
+        await attempt.num_prompt_tokens(both)
+    assert (refused.value.status, attempt.refused_by) == (400, "")
+    one = ChatCall((shown(0, [0, 1]),), files={digest: DIGESTS[digest] for digest in [*DIGESTS][:2]})
+    num_tokens = await attempt.num_prompt_tokens(one)
+    assert (await attempt.answer(one)).num_prompt_tokens == num_tokens
+    prompts.close()
+    late, _, prompts = attempt_of(tokenizer, LONGEST, len(FILES[1]), -1)
+    with pytest.raises(RefusedError, match="the episode's time is spent"):
+        await late.num_prompt_tokens(one)
+    prompts.close()
 
 
 @pytest.mark.parametrize(("room", "token_budget"), [(10**6, 10**6), (10**6, 100), (LONGEST, 10**6)])

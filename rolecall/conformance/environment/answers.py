@@ -83,7 +83,8 @@ async def parts(session: EnvironmentSession) -> Verdict:
 @CONTRACT.rule(
     "message.images",
     "ImagePart.data",
-    "The encoded image: a file that Pillow reads, of 8 bits a channel and at most 2^26 pixels.",
+    "The encoded image: PNG, JPEG, WebP, GIF, BMP, TIFF, JPEG 2000, AVIF or PPM, of 8 bits a channel and at most 2^26 "
+    "pixels.",
     TURNS,
 )
 async def images(session: EnvironmentSession) -> Verdict:

@@ -30,6 +30,11 @@ MAX_PIXELS = 2**26
 some formats the decoder keeps more: 640 MiB for a progressive JPEG, 1 GiB for WebP, 1.2 GiB for JPEG 2000. Below it
 Pillow warns of none.
 """
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "AVIF", "PPM")
+"""Formats of the files, by Pillow's names; AVIF where Pillow has it, from release 11.3 on. No others: Pillow gives a
+PostScript program to Ghostscript to run, and one may stand inside a file of IPTC. An MPO, as cameras write it, is a
+JPEG.
+"""
 _SHOWN = 100
 """Most characters that a complaint shows of a path."""
 
@@ -151,13 +156,13 @@ def _image(value: object, folder: Path, where: str) -> ImageFile:
 
 
 def media_type(data: bytes) -> str:
-    """The type of a file that `open_image` reads, as "image/jpeg"; where its format has none, that of any file.
-    InvalidInputError where it holds no image.
-    """
+    """The type of a file that `open_image` reads, as "image/jpeg". InvalidInputError where it holds no image."""
     from PIL import Image
 
     with _in_words():
-        return Image.MIME.get(_by_head(io.BytesIO(data)).format or "", "application/octet-stream")
+        kind = _by_head(io.BytesIO(data)).format
+        assert kind is not None
+        return Image.MIME["JPEG" if kind == "MPO" else kind]
 
 
 def open_image(data: bytes) -> "Image":
@@ -193,7 +198,8 @@ def _by_head(file: BinaryIO) -> "Image":
     """An image of which Pillow has read the head alone. No context manager: that would keep what is replaced later."""
     from PIL import Image  # for those alone who open one
 
-    image: Image.Image = Image.open(file)
+    Image.init()  # Pillow knows no name of a format whose module it has not loaded
+    image: Image.Image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise InvalidInputError(f"an image of {width} x {height} pixels has more than {MAX_PIXELS}; make it smaller")
@@ -217,8 +223,8 @@ def _in_words() -> Iterator[None]:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise InvalidInputError(
-            f"an image cannot be read ({type(error).__name__}: {error}); give a PNG, JPEG or another file that Pillow "
-            "reads, whole"
+            f"an image cannot be read ({type(error).__name__}: {error}); give a whole file of one of the formats "
+            f"{', '.join(FORMATS)}"
         ) from error
 
 

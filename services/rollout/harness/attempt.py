@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from services.rollout.harness.calls import (
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
 from services.rollout.turns.prompts import PromptThread
-from services.rollout.turns.shown import ShownImage, read_images
+from services.rollout.turns.shown import ShownImage, look_at, measured
 from services.rollout.turns.tool_calls import SessionCalls, ToolCalls
 from services.rollout.turns.tree import Tree, Turn, TurnPrompt
 
@@ -97,8 +98,9 @@ class Attempt:
                 async with self._in_order:
                     new = self._new_files(call)
                     self._take(new)
-                    images = await self._opened(new)
+                    images = await self._measured(new)
                     asked = await self._allowed(call, images)
+                    await self._look_at(new)
                     self._images = images
                     max_tokens = asked.room if call.max_tokens is None else min(asked.room, call.max_tokens)
                     number, request = self._tree.request(asked, max_tokens)
@@ -109,11 +111,21 @@ class Attempt:
         return self._answered(call, self._tree.sampled(number, asked, response, text))
 
     async def num_prompt_tokens(self, call: ChatCall) -> int:
-        """Tokens of the prompt that `call` would have, which is not made. RefusedError where it cannot be rendered, or
-        is longer than any may be.
+        """Tokens of the prompt that `call` would have, which is not made. Images are counted by the heads of their
+        files. RefusedError where it cannot be rendered, or is longer, or shows more, than any may.
         """
-        images = await self._opened(self._new_files(call))
-        prompt = await self._prompts.run(lambda: self._prompt(call, images))
+        try:
+            async with asyncio.timeout(self._limits.ends_at - time.monotonic()):
+                new = self._new_files(call)
+                if self._num_bytes(new) > self._limits.max_image_bytes:  # no call, so that no budget is spent
+                    raise bad(
+                        "the episode would show more than the "
+                        f"{self._limits.max_image_bytes} bytes of images that it may (environment.max_image_bytes)"
+                    )
+                images = await self._measured(new)
+                prompt = await self._prompts.run(lambda: self._prompt(call, images))
+        except TimeoutError as error:
+            raise self._spent("time") from error
         return len(prompt.token_ids)
 
     def seen(self, number: int) -> None:
@@ -151,10 +163,13 @@ class Attempt:
             raise self._spent("time")
         if self._tree.num_begun >= self._limits.max_calls:
             raise self._spent("turns")
-        files = {**{digest: image.file for digest, image in self._images.items()}, **new}
-        num_bytes = sum(len(file) for digest, file in files.items() if digest not in self._own_images)
-        if num_bytes > self._limits.max_image_bytes:
+        if self._num_bytes(new) > self._limits.max_image_bytes:
             raise self._spent("images")
+
+    def _num_bytes(self, new: Mapping[str, bytes]) -> int:
+        """Bytes of the images beside the row's own that the episode has shown and those in `new`."""
+        files = {**{digest: image.file for digest, image in self._images.items()}, **new}
+        return sum(len(file) for digest, file in files.items() if digest not in self._own_images)
 
     def _spent(self, budget: str) -> RefusedError:
         self.refused_by = budget
@@ -165,17 +180,26 @@ class Attempt:
         }[budget]
         return RefusedError(403, "episode_over", f"the episode's {what} spent; end it as it stands")
 
-    async def _opened(self, new: Mapping[str, bytes]) -> dict[str, ShownImage]:
-        """The images of the calls that were taken, and those in `new`. RefusedError where one cannot be shown."""
+    async def _measured(self, new: Mapping[str, bytes]) -> dict[str, ShownImage]:
+        """The images of the calls that were taken, and those in `new`, by the heads of their files. RefusedError where
+        one cannot be shown.
+        """
         tokens = self._prompts.visual_tokens
         if not new or tokens is None:
             return self._images
-        try:
-            async with self._opening:  # bounded: by generation_timeout_s of whoever asks, as what is inside
-                images = await asyncio.to_thread(read_images, new.values(), tokens)
-        except InvalidInputError as error:
-            raise bad(f"an image cannot be shown: {error.message}") from error
+        with _in_words():
+            images = await asyncio.to_thread(measured, new.values(), tokens)
         return {**self._images, **dict(zip(new, images, strict=True))}
+
+    async def _look_at(self, new: Mapping[str, bytes]) -> None:
+        """Opens the images in `new`, which takes memory and time: once nothing else refuses the call. RefusedError
+        where one is broken behind its head.
+        """
+        if not new:
+            return
+        with _in_words():
+            async with self._opening:  # bounded: by generation_timeout_s of whoever asks, as what is inside
+                await asyncio.to_thread(look_at, new.values())
 
     async def _allowed(self, call: ChatCall, images: Mapping[str, ShownImage]) -> TurnPrompt:
         """The prompt of the answer to `call`. RefusedError where a conversation has no room, or begins with too
@@ -293,6 +317,15 @@ def _beginnings(messages: Sequence[ChatMessage]) -> Iterator[tuple[bytes, int]]:
     for number, message in enumerate(messages, 1):
         digest.update(as_key(message).encode() + b"\n")
         yield digest.digest(), number
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """RefusedError where an image cannot be shown."""
+    try:
+        yield
+    except InvalidInputError as error:
+        raise bad(f"an image cannot be shown: {error.message}") from error
 
 
 def _too_long(message: str) -> RefusedError:

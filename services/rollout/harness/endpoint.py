@@ -8,13 +8,14 @@ engine, within the episode's deadline; answers are kept while their episode is o
 """
 
 import asyncio
+import hashlib
 import json
 import logging
 import resource
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -28,6 +29,8 @@ from services.rollout.harness.attempt import Attempt
 from services.rollout.harness.calls import ChatCall, Dialect, Event, RefusedError, Reply
 from services.rollout.harness.retries import Exchange, Exchanges
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 DIALECTS: Mapping[str, Dialect] = {
@@ -40,6 +43,8 @@ KEYED = "/episodes/{key}"
 """What stands before a path that holds the key itself, for clients that can set none."""
 MAX_BODY_BYTES = 16 * 2**20
 """Largest request."""
+LARGE_BYTES = 2**20
+"""Bodies above this are read in a thread: of 13 MiB, JSON, base64 and digests take 0.1 s and more."""
 BODY_S = 60.0
 """Seconds that the body of a request may take to come."""
 IDLE_S = 75.0
@@ -68,7 +73,16 @@ class _Open:
     exchanges: Exchanges[Reply] = field(default_factory=Exchanges)
     answered: dict[int, tuple[ChatCall, Reply]] = field(default_factory=dict)
     failed: "asyncio.Future[RoleCallError]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    working: "set[asyncio.Task[Reply]]" = field(default_factory=set)
+    working: "set[asyncio.Task[Any]]" = field(default_factory=set)
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a call is read, so that one behind a large one does not overtake it."""
+
+    def begun(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """The task of what a request asks for, which ends with the episode."""
+        task = asyncio.create_task(work)
+        self.working.add(task)
+        task.add_done_callback(self.working.discard)
+        return task
 
 
 class Endpoint:
@@ -94,7 +108,7 @@ class Endpoint:
         async with self._starting:  # bounded: binding a socket waits for nobody
             if self.base_url:
                 return
-            app = web.Application(client_max_size=MAX_BODY_BYTES)
+            app = web.Application()
             for prefix in ("", KEYED):
                 for path, dialect in DIALECTS.items():
                     app.router.add_post(prefix + path, self._answers(dialect))
@@ -158,8 +172,10 @@ class Endpoint:
         """Anthropic's question how long a prompt would be, which takes no call."""
         try:
             opened, body = await self._asked(request)
-            call = messages.read(body, opened.answered)
-            return web.json_response({"input_tokens": await opened.attempt.num_prompt_tokens(call)})
+            call, _ = await _read(messages, request, body, opened)
+            self._opened(request)
+            counting = opened.begun(opened.attempt.num_prompt_tokens(call))
+            return web.json_response({"input_tokens": await _worked(counting)})
         except RefusedError as error:
             return _refused(messages, error)
 
@@ -169,9 +185,11 @@ class Endpoint:
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 opened, body = await self._asked(request)
-                call = dialect.read(body, opened.answered)
+                async with opened.reading:  # bounded: by MAX_CONNECTIONS, for each of which it is held a moment
+                    call, digest = await _read(dialect, request, body, opened)
+                    del body
+                    exchange = self._exchange(self._opened(request), request, digest, call)
                 self._tell(call.unheeded)
-                exchange = self._exchange(opened, request, body, call)
                 told = (_Stream if call.streams else _Whole)(request, dialect, call)
                 return await told.answer(opened, exchange)
             except RefusedError as error:
@@ -193,24 +211,22 @@ class Endpoint:
             raise RefusedError(401, "invalid_api_key", "the key is of no episode that is under way")
         return opened
 
-    def _exchange(self, opened: _Open, request: web.Request, body: bytes, call: ChatCall) -> Exchange[Reply]:
+    def _exchange(self, opened: _Open, request: web.Request, digest: bytes, call: ChatCall) -> Exchange[Reply]:
         """The exchange of a call that this request makes, or makes again."""
         key = request.headers.get("Idempotency-Key", "")
         count = request.headers.get("x-stainless-retry-count", "")
         retry_count = int(count) if count.isdecimal() and len(count) < 10 else 0
-        asked = request.path.encode() + b"\n" + body
+        transport = request.transport
 
-        def is_waited_for() -> bool:
-            return request.transport is not None and not request.transport.is_closing()
+        def is_waited_for() -> bool:  # of the transport alone: it lasts as long as the episode
+            return transport is not None and not transport.is_closing()
 
-        earlier = opened.exchanges.earlier(asked, key, retry_count)
+        earlier = opened.exchanges.earlier(digest, key, retry_count)
         if earlier is not None:
             earlier.is_waited_for = is_waited_for
             return earlier
-        work = asyncio.create_task(self._answer(opened, call))
-        opened.working.add(work)
-        work.add_done_callback(opened.working.discard)
-        return opened.exchanges.add(asked, key, retry_count, work, is_waited_for)
+        work = opened.begun(self._answer(opened, call))
+        return opened.exchanges.add(digest, key, retry_count, work, is_waited_for)
 
     async def _answer(self, opened: _Open, call: ChatCall) -> Reply:
         """Samples the answer, whoever still waits for it. What fails in the engine fails the whole episode."""
@@ -313,8 +329,8 @@ class _Stream:
         return response
 
 
-async def _worked(work: "asyncio.Task[Reply]") -> Reply:
-    """The answer, which is sampled whether or not anybody waits. RefusedError where there is none."""
+async def _worked(work: "asyncio.Task[T]") -> T:
+    """The answer, which is made whether or not anybody waits. RefusedError where there is none."""
     try:
         return await asyncio.shield(work)  # bounded: by the episode's deadline
     except asyncio.CancelledError:
@@ -329,14 +345,31 @@ def _deliver(opened: _Open, exchange: Exchange[Reply], reply: Reply) -> None:
 
 
 async def _body(request: web.Request) -> bytes:
+    """The body, which `request` does not keep, as it would that of its `read`: a connection has its last request."""
+    chunks, num_bytes = list[bytes](), 0
     try:
         async with asyncio.timeout(BODY_S):
-            return await request.read()
+            async for chunk in request.content.iter_any():  # bounded: by BODY_S around it
+                chunks.append(chunk)
+                num_bytes += len(chunk)
+                if num_bytes > MAX_BODY_BYTES:
+                    raise RefusedError(413, "request_too_large", f"a request may have {MAX_BODY_BYTES:,} bytes")
     except TimeoutError as error:
         words = f"the body of the request did not come within {BODY_S:g} s"
         raise RefusedError(408, "request_timeout", words) from error
-    except web.HTTPRequestEntityTooLarge as error:
-        raise RefusedError(413, "request_too_large", f"a request may have {MAX_BODY_BYTES:,} bytes") from error
+    return b"".join(chunks)
+
+
+async def _read(dialect: Dialect, request: web.Request, body: bytes, opened: _Open) -> tuple[ChatCall, bytes]:
+    """The call in a body, and a digest of its path and that. RefusedError says what cannot be answered."""
+    path = request.path.encode()
+
+    def read() -> tuple[ChatCall, bytes]:
+        digest = hashlib.sha256(path + b"\n")
+        digest.update(body)
+        return dialect.read(body, opened.answered), digest.digest()
+
+    return read() if len(body) <= LARGE_BYTES else await asyncio.to_thread(read)
 
 
 def _refused(dialect: Dialect, error: RefusedError) -> web.Response:

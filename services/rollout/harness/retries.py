@@ -8,7 +8,6 @@ reaches nobody. A call that got no answer is forgotten: made again, it is tried 
 """
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -41,9 +40,10 @@ class Exchanges(Generic[T]):
     def __init__(self) -> None:
         self._all: list[Exchange[T]] = []
 
-    def earlier(self, body: bytes, key: str, retry_count: int) -> Exchange[T] | None:
-        """The call that this one repeats; None: it is a new one. RefusedError for a key that stands for another."""
-        digest = hashlib.sha256(body).digest()
+    def earlier(self, digest: bytes, key: str, retry_count: int) -> Exchange[T] | None:
+        """The call that this one repeats, whose path and body have `digest`; None: it is a new one. RefusedError for a
+        key that stands for another.
+        """
         if key:
             named = next((each for each in self._all if each.key == key), None)
             if named is not None and named.digest != digest:
@@ -62,10 +62,10 @@ class Exchanges(Generic[T]):
         return found
 
     def add(
-        self, body: bytes, key: str, retry_count: int, work: "asyncio.Task[T]", is_waited_for: Callable[[], bool]
+        self, digest: bytes, key: str, retry_count: int, work: "asyncio.Task[T]", is_waited_for: Callable[[], bool]
     ) -> Exchange[T]:
         """A call that came for the first time."""
-        exchange = Exchange(hashlib.sha256(body).digest(), key, work, is_waited_for, retry_count)
+        exchange = Exchange(digest, key, work, is_waited_for, retry_count)
         self._all.append(exchange)
         work.add_done_callback(lambda done: self._forget(exchange, done))
         return exchange

@@ -3,12 +3,12 @@
 Owns the reading of somebody else's images: an environment's that cannot be shown loses its episode. Knows no budget.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rolecall.data.continuation import ChatMessage
-from rolecall.data.images.files import open_image
+from rolecall.data.images.files import image_size, open_image
 from rolecall.data.images.tokens import VisualTokens
 from rolecall.errors import EpisodeLostError, InvalidInputError, PromptTooLongError
 from rolecall.v1 import environment_pb2
@@ -38,17 +38,27 @@ def files_of(messages: Iterable[environment_pb2.Observation]) -> list[bytes]:
     return [part.image.data for message in messages for part in message.parts if part.HasField("image")]
 
 
-def read_images(files: Iterable[bytes], tokens: VisualTokens) -> tuple[ShownImage, ...]:
-    """The images in `files`. InvalidInputError when one cannot be shown. For a thread."""
-    return tuple(ShownImage(file, tokens.number(*open_image(file).size)) for file in files)
+def measured(files: Iterable[bytes], tokens: VisualTokens) -> tuple[ShownImage, ...]:
+    """The images in `files` by their heads: one that is turned when it is opened has as many tokens. InvalidInputError
+    when one cannot be shown. For a thread.
+    """
+    return tuple(ShownImage(file, tokens.number(*image_size(file))) for file in files)
 
 
-def opened(files: Iterable[bytes], tokens: VisualTokens) -> tuple[ShownImage, ...]:
+def look_at(files: Iterable[bytes]) -> None:
+    """Opens the images in `files`, one after another. InvalidInputError when one is broken. For a thread."""
+    for file in files:
+        open_image(file)
+
+
+def opened(files: Sequence[bytes], tokens: VisualTokens) -> tuple[ShownImage, ...]:
     """The images in files of an environment. EpisodeLostError when one cannot be shown. For a thread."""
     try:
-        return read_images(files, tokens)
+        images = measured(files, tokens)
+        look_at(files)
     except InvalidInputError as error:
         raise EpisodeLostError(f"the environment answered an image that cannot be shown: {error.message}") from error
+    return images
 
 
 @contextmanager
