@@ -18,7 +18,7 @@ from rolecall.settings.algorithm.losses import CustomLoss
 from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
 from rolecall.settings.deadlines import Deadline, derive, filled_in
 from rolecall.settings.placement import check_devices
-from rolecall.settings.reward import ExternalScorer, FunctionScorer, RewardSection, shadows_of
+from rolecall.settings.reward import ExternalScorer, FunctionScorer, LengthScorer, RewardSection, shadows_of
 from rolecall.settings.section import Section
 from rolecall.settings.services import (
     ControllerSection,
@@ -200,6 +200,17 @@ class RunSettings(Section):
         )
         return not scorers or any(given)
 
+    @property
+    def _what_is_below_0(self) -> str | None:
+        """A component that is known to take rewards below 0, which no bound keeps there; None: there is none."""
+        clip_min = self.algorithm.shaping.clip_min
+        for name, component in self.reward.components.items() if clip_min is None or clip_min < 0 else ():
+            scorer = component.scorer
+            is_low = isinstance(scorer, LengthScorer) or (isinstance(scorer, FunctionScorer) and (scorer.min or 0) < 0)
+            if component.weight < 0 or (component.weight > 0 and is_low):
+                return name
+        return None
+
     @field_validator("references", mode="before")
     @classmethod
     def _without_those_set_to_null(cls, references: Any) -> Any:
@@ -340,7 +351,7 @@ class RunSettings(Section):
         if not distillation.task_coef and algorithm.filters.without_signal:
             raise ValueError(
                 "algorithm.filters.without_signal drops groups by a reward that task_coef 0 does not train on; "
-                "remove it or raise task_coef"
+                "remove it (where a recipe has it, by algorithm.filters.without_signal: false), or raise task_coef"
             )
         if not distillation.task_coef and algorithm.kl is not None and algorithm.kl.placement == "reward":
             raise ValueError(
@@ -402,6 +413,22 @@ class RunSettings(Section):
                     "algorithm.kl.placement reward would make a step of every token under supervision process; use "
                     "placement loss"
                 )
+        if advantage.kind == "custom" and "token_rewards" in advantage.needs and not self._may_have_token_rewards:
+            raise ValueError(
+                "algorithm.advantage.columns: the estimator reads token_rewards, and no scorer gives them; use one "
+                "that does, as {kind: function, token_rewards: true}, or leave the column out"
+            )
+        clip = self.algorithm.shaping.clip_max
+        if isinstance(advantage, PassAtKAdvantage) and clip is not None and clip < advantage.solved_at:
+            raise ValueError(
+                f"algorithm.shaping.clip_max {clip:g}: pass_at_k takes a response for right from "
+                f"{advantage.solved_at:g} on, which none would reach; raise it"
+            )
+        if advantage.kind == "maxrl" and (low := self._what_is_below_0):
+            raise ValueError(
+                f"reward.components.{low}: it may bring rewards below 0, and maxrl divides by the group's mean reward; "
+                "set algorithm.shaping.clip_min: 0, or its weight to 0, or use another estimator"
+            )
         if advantage.kind in ("maxrl", "pass_at_k") and (adds_kl or self.algorithm.shaping.normalize is not None):
             what, meant = (
                 ("kl.placement reward", "kl.placement loss") if adds_kl else ("shaping.normalize", "no normalize")

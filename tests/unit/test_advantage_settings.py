@@ -73,6 +73,37 @@ def test_estimators_of_right_and_wrong_refuse_what_moves_a_right_reward(advantag
         with_advantage(advantage, algorithm={"shaping": {"normalize": "batch"}})
 
 
+def test_pass_at_k_refuses_a_bound_that_no_right_response_reaches() -> None:
+    with pytest.raises(ValidationError, match=r"shaping\.clip_max 0\.8: pass_at_k takes a response for right from 1"):
+        with_advantage({"kind": "pass_at_k", "k": 2}, algorithm={"shaping": {"clip_max": 0.8}})
+
+
+@pytest.mark.parametrize(
+    "low",
+    [
+        {"scorer": {"kind": "length", "max_tokens": 8}},
+        {"scorer": {"kind": "function", "target": "mine:f", "min": -1}},
+        {"scorer": {"kind": "math"}, "weight": -0.5},
+    ],
+    ids=["length", "function", "weight"],
+)
+def test_maxrl_refuses_a_component_below_0_unless_rewards_are_kept_above(low: dict[str, Any]) -> None:
+    reward = {"components": {"right": {"scorer": {"kind": "math"}}, "low": low}}
+    with pytest.raises(ValidationError, match=r"reward\.components\.low: it may bring rewards below 0"):
+        with_advantage({"kind": "maxrl"}, algorithm={"shaping": {"clip_min": -1.0}}, reward=reward)
+    with_advantage({"kind": "maxrl"}, algorithm={"shaping": {"clip_min": 0.0}}, reward=reward)
+    shadow = {"components": {**reward["components"], "low": {**low, "weight": 0}}}
+    with_advantage({"kind": "maxrl"}, reward=shadow)
+
+
+def test_an_estimator_of_your_own_reads_token_rewards_that_a_scorer_gives() -> None:
+    mine = {"kind": "custom", "function": "mine:f", "columns": ["token_rewards"]}
+    scorer = {"kind": "function", "target": "mine:g"}
+    with pytest.raises(ValidationError, match=r"advantage\.columns: the estimator reads token_rewards, and no scorer"):
+        with_advantage(mine, reward={"components": {"steps": {"scorer": scorer}}})
+    with_advantage(mine, reward={"components": {"steps": {"scorer": {**scorer, "token_rewards": True}}}})
+
+
 def test_an_adaptive_coefficient_cannot_be_taken_to_nothing_by_one_step() -> None:
     def with_horizon(horizon: int) -> RunSettings:
         kl = {**KL, "adaptive": {"target": 0.1, "horizon": horizon}}
