@@ -113,6 +113,8 @@ class PlainView:
         """Step and what is awaited in it."""
         self._awaited_since = 0.0
         self._wait_said = True
+        self._num_dropped_in_wait = 0
+        """Groups that the last line of this wait told of as dropped."""
         self._waits_s: deque[float] = deque(maxlen=_NUM_WAITS)
         self._dropped: Counter[str] = Counter()
         """Groups dropped, by reason, as last heard."""
@@ -173,13 +175,18 @@ class PlainView:
             if self._awaited[1]:
                 self._waits_s.append(self._clock() - self._awaited_since)
             self._awaited, self._awaited_since, self._wait_said = awaited, self._clock(), not awaited[1]
+            self._num_dropped_in_wait = 0
         if status.state == controller_pb2.RUN_STATE_PAUSED:  # what people asked for is no wait
             self._awaited_since = self._clock()
-        waited_s = self._clock() - self._awaited_since
-        if not self._wait_said and waited_s >= max(LONG_WAIT_S, 2 * max(self._waits_s, default=0.0)):
-            self._wait_said = True
+        waited_s, dropped = self._clock() - self._awaited_since, self._dropped - self._dropped_in_steps
+        is_long = not self._wait_said and waited_s >= max(LONG_WAIT_S, 2 * max(self._waits_s, default=0.0))
+        # Twice as many each time: filters that drop all there is are seen, in few lines.
+        is_dropping = self._wait_said and bool(awaited[1]) and dropped.total() >= 2 * self._num_dropped_in_wait > 0
+        if is_long or is_dropping:
+            self._wait_said, self._num_dropped_in_wait = True, max(dropped.total(), 1)
             self.note(
                 f"waiting  step {status.step}/{status.total_steps}  for {status.waiting_for}, for {waited_s:.0f} s now"
+                + (f"; dropped {drops_text(dropped)}" if dropped else "")
             )
 
     def _show_state(self, status: controller_pb2.RunStatus) -> None:

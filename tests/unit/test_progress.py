@@ -113,6 +113,20 @@ def test_a_wait_is_worth_a_line_only_when_it_is_long_for_this_run() -> None:
     assert out.getvalue().splitlines()[3:] == ["waiting  step 4/20  for training of step 4, for 61 s now"]
 
 
+def test_a_long_wait_tells_of_groups_that_are_dropped_meanwhile_twice_as_many_each_time() -> None:
+    out, now = io.StringIO(), [0.0]
+    view = PlainView(out, lambda: now[0])
+    for now[0], num_dropped in ((0.0, 0), (16.0, 3), (17.0, 5), (18.0, 6), (19.0, 11), (20.0, 12)):
+        waiting = status(3)
+        waiting.waiting_for = "groups of step 3"
+        waiting.ledger.dropped["too_long"] = num_dropped
+        view.show(waiting)
+    assert out.getvalue().splitlines()[1:] == [
+        f"waiting  step 3/20  for groups of step 3, for {seconds} s now; dropped {number} (too_long {number})"
+        for seconds, number in ((16, 3), (18, 6), (20, 12))
+    ]
+
+
 def test_neither_a_pause_nor_an_old_wait_hides_one_that_is_long() -> None:
     out, now = io.StringIO(), [0.0]
     view = PlainView(out, lambda: now[0])
