@@ -77,7 +77,7 @@ async def test_a_run_trains_every_group_once_and_ends_with_a_checkpoint(
         "step-00000003",
     ]
     assert store.connection.command("HLEN", f"{{rl:{store.run}}}:garbage") == 0
-    waited = {"starting", "waiting_groups", "training", "publishing", "evaluating", "saving", "working"}
+    waited = {"starting", "waiting_groups", "training", "publishing", "saving", "working"}
     assert {state for state, seconds in life.states.seconds().items() if seconds} == waited
 
 
