@@ -302,6 +302,11 @@ class RunSettings(Section):
                 f"run.deterministic: with algorithm.max_staleness {self.algorithm.max_staleness} the clock decides "
                 "which weights sample a response; set max_staleness 0"
             )
+        if self.run.deterministic and self.rollout.pause_mode == "keep_cache":
+            raise ValueError(
+                "run.deterministic: no response is in flight at a publish, whose keys and values rollout.pause_mode "
+                "keep_cache would keep; leave one of them out (pause_mode keep where a recipe has it)"
+            )
         if self.run.deterministic and self.algorithm.curriculum is not None:
             raise ValueError(
                 "run.deterministic: with algorithm.curriculum the order in which groups are scored decides which "

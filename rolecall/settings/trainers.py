@@ -57,7 +57,7 @@ class OptimizerSection(Section):
     decay_steps: PositiveInt | None = None
     """Optimizer steps of wsd's decay; wsd needs it, the other schedules have none."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """Rate that decay ends at; constant has no decay."""
+    """Rate that decay ends at; schedule constant has no decay, and takes none."""
 
     @property
     def fault(self) -> str | None:
@@ -66,6 +66,11 @@ class OptimizerSection(Section):
             return (
                 f"schedule {self.schedule} and decay_steps {self.decay_steps} do not fit; decay_steps is given with "
                 "schedule wsd and only then"
+            )
+        if self.schedule == "constant" and self.min_learning_rate:
+            return (
+                f"min_learning_rate {self.min_learning_rate:g} is where a decay ends, and schedule constant has none; "
+                "remove it (0 where a recipe has it), or name another schedule"
             )
         if self.min_learning_rate > self.learning_rate:
             return (
@@ -105,13 +110,14 @@ class CriticOptimizerSection(OptimizerSection):
     def beside(self, actor: OptimizerSection, updates: float) -> OptimizerSection:
         """The whole optimizer. `updates`: the critic's for each of the actor's."""
         given = {name: value for name, value in self if name in self.model_fields_set}
-        decays = given.get("schedule", actor.schedule) == "wsd" and actor.decay_steps is not None
+        schedule, end = given.get("schedule", actor.schedule), actor.min_learning_rate
+        decays_late = schedule == "wsd" and actor.decay_steps is not None
         followed = {
             "learning_rate": self.learning_rate,
             # the quotient first: it is at most 1, so that no rounding takes this above the peak
-            "min_learning_rate": actor.min_learning_rate / actor.learning_rate * self.learning_rate,
+            "min_learning_rate": 0.0 if schedule == "constant" else end / actor.learning_rate * self.learning_rate,
             "warmup_steps": int(actor.warmup_steps * updates),
-            "decay_steps": max(1, int((actor.decay_steps or 0) * updates)) if decays else None,
+            "decay_steps": max(1, int((actor.decay_steps or 0) * updates)) if decays_late else None,
         }
         return actor.model_copy(update=followed | given)
 

@@ -55,9 +55,7 @@ class RolloutConfig:
     num_workers: int
     """Workers of the engine, in all stages together."""
     keeps_cache: bool
-    """Whether requests in flight hold their places over a publish (rollout.pause_mode keep_cache). Not in a
-    deterministic run, which has one place and nothing in flight then.
-    """
+    """Whether requests in flight hold their places over a publish (rollout.pause_mode keep_cache)."""
     kv_cache_bytes: int | None
     """Absent: vLLM takes gpu_memory_utilization."""
     gpu_memory_utilization: float
@@ -106,7 +104,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         tensor_parallel_size=section.tensor_parallel_size,
         pipeline_parallel_size=section.pipeline_parallel_size,
         num_workers=section.workers_per_replica,
-        keeps_cache=section.pause_mode == "keep_cache" and not settings.run.deterministic,
+        keeps_cache=section.pause_mode == "keep_cache",
         kv_cache_bytes=section.cache_bytes,
         gpu_memory_utilization=_share(settings) if devices else section.gpu_memory_utilization,
         enforce_eager=(not devices) if section.enforce_eager is None else section.enforce_eager,

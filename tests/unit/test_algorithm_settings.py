@@ -108,6 +108,15 @@ def test_a_reference_may_be_called_what_no_other_is(config: Path, name: str) -> 
     assert load_settings(config, called(name)).references.keys() == {name}
 
 
+def test_a_run_that_can_be_made_again_keeps_no_cache(config: Path) -> None:
+    kept = "rollout.pause_mode=keep_cache"
+    assert load_settings(config, [kept])
+    with pytest.raises(
+        ConfigError, match=r"run\.deterministic: .* rollout\.pause_mode keep_cache .* leave one of them"
+    ):
+        load_settings(config, ["run.deterministic=true", kept])
+
+
 def test_a_run_that_can_be_made_again_has_no_curriculum(config: Path) -> None:
     curriculum = "algorithm.curriculum={max_success_rate: 0.9}"
     assert load_settings(config, [curriculum])

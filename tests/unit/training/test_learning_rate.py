@@ -56,7 +56,8 @@ def test_steps_beyond_the_plan_have_the_minimum(schedule: str, more: dict[str, i
     [
         ({"schedule": "wsd"}, "decay_steps"),
         ({"schedule": "cosine", "decay_steps": 5}, "decay_steps"),
-        ({"min_learning_rate": 1.0}, "min_learning_rate"),
+        ({"min_learning_rate": 1e-7}, "min_learning_rate 1e-07 is where a decay ends, and schedule constant has none"),
+        ({"min_learning_rate": 1.0, "schedule": "linear"}, "min_learning_rate 1 is above"),
     ],
 )
 def test_a_schedule_that_makes_no_sense_is_refused_by_its_field(section: dict[str, float | str], field: str) -> None:
@@ -107,6 +108,8 @@ def test_what_the_critic_s_optimizer_says_goes_before_the_actors() -> None:
     assert (critic.schedule, critic.warmup_steps, critic.decay_steps) == ("cosine", 1, None)
     assert critic.min_learning_rate == pytest.approx(1e-6)
     assert CriticOptimizerSection(decay_steps=3).beside(ACTOR, updates=2).decay_steps == 3
+    steady = CriticOptimizerSection(schedule="constant").beside(ACTOR, updates=2)
+    assert (steady.fault, steady.min_learning_rate) == (None, 0.0)
 
 
 def with_critic(**optimizer: object) -> RunSettings:
@@ -125,6 +128,10 @@ def with_critic(**optimizer: object) -> RunSettings:
     ("optimizer", "told"),
     [
         ({"schedule": "wsd"}, r"critic\.optimizer: schedule wsd and decay_steps None do not fit"),
+        (
+            {"schedule": "constant", "min_learning_rate": 1e-7},
+            r"critic\.optimizer: min_learning_rate 1e-07 is where a decay ends",
+        ),
         ({"decay_steps": 3}, r"critic\.optimizer: schedule linear and decay_steps 3 do not fit"),
         ({"min_learning_rate": 1.0}, r"critic\.optimizer: min_learning_rate 1 is above learning_rate 1e-05"),
         (
