@@ -7,8 +7,28 @@ of one group.
 from rolecall.settings import FiltersSection
 from rolecall.wire import Array
 
-REASONS = ("without_signal", "too_hard", "too_easy", "all_truncated", "too_long")
-"""Reasons under which the ledger counts, in the order in which they are tried."""
+REASONS = {
+    "without_signal": (
+        "the responses to a prompt earn the same, all right or all wrong: change the prompts or the reward, raise "
+        "sampling.num_responses, or set algorithm.filters.without_signal false"
+    ),
+    "too_hard": (
+        "too few responses to a prompt reach reward.solved_at: give easier prompts, or lower "
+        "algorithm.filters.min_success_rate"
+    ),
+    "too_easy": (
+        "too many responses to a prompt reach reward.solved_at: give harder prompts, or raise "
+        "algorithm.filters.max_success_rate"
+    ),
+    "all_truncated": (
+        "no response to a prompt comes to its own end: raise sampling.max_tokens (or what bounds the environment's "
+        "episodes), or set algorithm.filters.all_truncated false"
+    ),
+    "too_long": ("responses are longer in the mean than algorithm.filters.max_mean_tokens: raise it, or set it null"),
+}
+"""Reasons under which the ledger counts, in the order in which they are tried: what each says of the groups, and which
+settings change it.
+"""
 
 
 def reason_to_drop(

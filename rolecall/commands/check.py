@@ -50,6 +50,7 @@ from rolecall.settings import (
     CustomAdvantage,
     ExternalScorer,
     LoraSection,
+    PassAtKAdvantage,
     ReferenceSection,
     RunSettings,
     TrainerSection,
@@ -153,6 +154,7 @@ def _data(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[It
     yield _prompts(settings, tokenizer, "data.train", settings.data.train, "", train)
     yield _epochs(settings, train)
     yield store(settings, train)
+    yield _unused_evaluation(settings)
     for name, section in settings.evaluation.sets.items():
         times = ["at step 0"] if settings.evaluation.at_start else []
         times += [f"every {settings.evaluation.every_steps} steps"] if settings.evaluation.every_steps else []
@@ -161,6 +163,14 @@ def _data(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[It
         if settings.evaluation.beside:
             about += ", beside the next step, whose publish waits"
         yield _prompts(settings, tokenizer, f"evaluation.sets.{name}.path", section.path, about, [])
+
+
+def _unused_evaluation(settings: RunSettings) -> Iterator[str]:
+    section = settings.evaluation
+    asked = {"every_steps": section.every_steps > 0, "beside": section.beside, "at_start": not section.at_start}
+    named = ", ".join(f"evaluation.{name}" for name, is_set in asked.items() if is_set)
+    if named and not section.sets:
+        yield f"{NOTE} {named}: there are no evaluation.sets, so that nothing is evaluated; add one"
 
 
 def _prompts(
@@ -397,6 +407,12 @@ def _batches(settings: RunSettings) -> Iterator[str]:
     )
     yield from _calls(settings)
     yield from explain(settings)
+    advantage, solved_at = settings.algorithm.advantage, settings.reward.solved_at
+    if isinstance(advantage, PassAtKAdvantage) and solved_at != advantage.solved_at:
+        yield (
+            f"{NOTE} reward.solved_at {solved_at:g}: accuracy, filters and the curriculum go by it, and "
+            f"algorithm.advantage pass_at_k takes a response for right from {advantage.solved_at:g} on"
+        )
 
 
 def _calls(settings: RunSettings) -> Iterator[str]:

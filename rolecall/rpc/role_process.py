@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolecall.config_file import overrides_from
-from rolecall.errors import ConfigError, RoleCallError, WorkerLostError
+from rolecall.errors import BudgetSpentError, ConfigError, RoleCallError, WorkerLostError
 from rolecall.lifeline import die_with_parent
 from rolecall.rpc.callers import Caller
 from rolecall.rpc.identity import acting_as
@@ -347,7 +347,7 @@ def tie_to_parent() -> None:
 
 def _failed(role: str, error: BaseException) -> int:
     lines = "".join(traceback.format_exception(error)).splitlines()
-    expected = isinstance(error, ConfigError)
+    expected = isinstance(error, (ConfigError, BudgetSpentError))
     if not expected:
         logger.error("%s failed; the end of its traceback:\n%s", role, "\n".join(lines[-_TRACEBACK_LINES:]))
     message = error.message if isinstance(error, RoleCallError) else f"{type(error).__name__}: {error}"

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rolecall import telemetry
-from rolecall.errors import CheckpointMismatchError, WorkerLostError
+from rolecall.errors import BudgetSpentError, CheckpointMismatchError, WorkerLostError
 from rolecall.rpc import role_process
 from rolecall.rpc.role_process import ServiceArgs
 from rolecall.rpc.server import Server
@@ -88,6 +88,11 @@ async def hang_for_good(args: ServiceArgs) -> None:
 async def refuse(args: ServiceArgs) -> None:
     """Meets what no restart mends."""
     raise CheckpointMismatchError("the checkpoint is of another model")
+
+
+async def spend_a_budget(args: ServiceArgs) -> None:
+    """Ends as its settings say."""
+    raise BudgetSpentError("filters dropped 6 groups within a step")
 
 
 async def crash(args: ServiceArgs) -> None:

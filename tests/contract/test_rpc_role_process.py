@@ -154,6 +154,14 @@ def test_an_error_that_no_restart_mends_has_an_exit_code_of_its_own(launcher: La
     assert err.splitlines()[-1] == "actor failed: the checkpoint is of another model", err
 
 
+def test_an_end_that_the_settings_foresee_has_no_traceback(launcher: Launcher) -> None:
+    role = launcher.start("spend_a_budget")
+    _, err = role.communicate(timeout=60)
+    assert role.returncode == role_process.FINAL
+    assert err.splitlines()[-1] == "actor failed: filters dropped 6 groups within a step", err
+    assert "raceback" not in err
+
+
 def test_a_process_given_up_as_hung_ends_though_its_event_loop_is_stuck(launcher: Launcher) -> None:
     role = up(launcher.start("hang_for_good"))
     _, err = role.communicate(timeout=50)  # its event loop is stuck for 60 s

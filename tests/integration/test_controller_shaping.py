@@ -67,7 +67,7 @@ async def test_a_run_whose_filters_drop_too_much_ends_and_says_how_much_of_what(
         with pytest.raises(
             BudgetSpentError,
             match=r"dropped 6 groups within a step \(6 without_signal\), "
-            r"more than algorithm\.filters\.max_dropped_per_step = 5: the prompts are nearly all solved or hopeless",
+            r"more than algorithm\.filters\.max_dropped_per_step = 5: the responses to a prompt earn the same",
         ):
             await run.to_the_end("rollout-0")
     assert counts_of(run)["without_signal"] >= 6

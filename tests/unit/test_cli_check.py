@@ -469,3 +469,22 @@ def test_a_folder_that_cannot_be_written_is_named(config: Path, setting: str, fo
 def test_numbers_that_are_not_finite_are_refused_by_name(config: Path, key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}: Input should be a finite number"):
         load_settings(config, [f"{key}={value}"])
+
+
+def notes_of(config: Path, about: str, *overrides: str) -> list[str]:
+    told = findings(load_settings(config, list(overrides)))[1]
+    return [line for line in told.splitlines() if line.startswith(f"NOTE {about}")]
+
+
+def test_when_to_evaluate_is_noted_where_there_is_nothing_to(config: Path) -> None:
+    assert notes_of(config, "evaluation") == []
+    assert notes_of(config, "evaluation", "evaluation={every_steps: 2, sets: {held: {path: train.jsonl}}}") == []
+    (note,) = notes_of(config, "evaluation", "evaluation={every_steps: 2, beside: true}")
+    assert note.startswith("NOTE evaluation.every_steps, evaluation.beside: there are no evaluation.sets")
+
+
+def test_what_pass_at_k_takes_for_right_is_noted_where_accuracy_takes_another(config: Path) -> None:
+    tries, lower = "algorithm.advantage={kind: pass_at_k, k: 2}", "reward.solved_at=0.5"
+    assert notes_of(config, "reward.", tries) == notes_of(config, "reward.", lower) == []
+    (note,) = notes_of(config, "reward.", tries, lower)
+    assert note.endswith("pass_at_k takes a response for right from 1 on")

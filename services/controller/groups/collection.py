@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from rolecall.algorithms.filters import reason_to_drop
+from rolecall.algorithms.filters import REASONS, reason_to_drop
 from rolecall.columns import ROUTED_EXPERTS
 from rolecall.errors import BudgetSpentError, RowMissingError, ScorerError, ScorerUnavailableError
 from rolecall.settings import RunSettings
@@ -32,13 +32,6 @@ from services.controller.together import Together
 
 logger = logging.getLogger(__name__)
 
-_PROMPTS = "the prompts are nearly all solved or hopeless for this policy; change the data or the filters"
-_BECAUSE = dict.fromkeys(("without_signal", "too_hard", "too_easy"), _PROMPTS) | {
-    "all_truncated": "nearly all responses are cut off; raise sampling.max_tokens, with an environment its max_turns, "
-    "or set algorithm.filters.all_truncated: false",
-    "too_long": "nearly all responses are long; raise algorithm.filters.max_mean_tokens",
-}
-"""Why filters drop nearly all groups, and what to do, by the most frequent reason."""
 READ_BLOCK_S = 0.2
 """Longest blocking read of the trajectories stream: a loop that is abandoned, and a controller that ends, wait for the
 one under way.
@@ -221,7 +214,7 @@ class Collection:
             self._end.call(
                 BudgetSpentError(
                     f"filters dropped {self._filtered.total()} groups within a step ({counts}), more than "
-                    f"algorithm.filters.max_dropped_per_step = {budget}: {_BECAUSE[reasons[0][0]]}"
+                    f"algorithm.filters.max_dropped_per_step = {budget}: {REASONS[reasons[0][0]]}"
                 )
             )
         await self.drop(group.gid, group.all_rows, reason, "")
