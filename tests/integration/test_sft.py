@@ -337,7 +337,7 @@ def test_a_fine_tuning_goes_on_without_the_folder_of_the_adapter_that_it_began_w
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
-        ("--run.num_epochs=2", "run: give one of run.num_steps and run.num_epochs"),
+        ("--run.num_steps=null", "run: give one of run.num_steps and run.num_epochs"),
         ("--data.max_tokens=9999", "actor.token_budget"),
         ("--actor.address=localhost:1", "actor.address"),
         ("--data.train=none.jsonl", "data.train"),

@@ -273,7 +273,7 @@ def test_a_disk_that_is_away_for_a_while_at_the_start_is_waited_for(
 
 
 def test_memory_that_a_process_lacks_is_no_fault_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spent(*_: Any) -> None:
+    def spent(*_: Any, **__: Any) -> None:
         raise MemoryError
 
     monkeypatch.setattr("PIL.Image.open", spent)
