@@ -23,7 +23,7 @@ quickstart: setup ## Train the sort-digits example through the whole system (SEE
 # gRPC write stack traces between the dots; what matters of it is raised.
 PYTEST := GRPC_VERBOSITY=ERROR TORCH_CPP_LOG_LEVEL=FATAL $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder -n
 
-test: setup ## Keep every promise once: the whole system, every contract, a kill of each role (10 minutes on two cores; WORKERS=4 at a time, for each waits half of its time)
+test: setup ## Keep every promise once: the whole system, every contract, a kill of each role (some 18 minutes on two cores; WORKERS=4 at a time, for each waits half of its time)
 	@$(PYTEST) $(WORKERS) -m "not learning and not mesh and not engine and not languages and not megatron and not vision and not thorough"
 
 test-all: setup ## Pass every test that this machine can run but those of the targets below (half an hour to 50 minutes on two cores)

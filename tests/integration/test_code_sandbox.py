@@ -678,7 +678,9 @@ async def test_a_program_that_never_ends_scores_0_and_an_item_that_is_late_is_an
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives its rights up by chroot")
-def test_a_machine_on_which_root_cannot_become_nobody_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_on_which_root_cannot_become_nobody_refuses(
+    bubblewrap: Bubblewrap, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(sandboxes, "CHROOT", str(tmp_path / "chroot"))
     with pytest.raises(ConfigError, match=r"chroot is not installed.*install coreutils"):
         Bubblewrap(CodeScorer()).check(["python3"])
