@@ -18,7 +18,7 @@ from rolecall.commands.capacity import check_cache, check_capacity, in_bytes
 from rolecall.commands.explain import explain
 from rolecall.commands.footprint import memory_and_disk, store
 from rolecall.commands.preflight import NOTE, preflight
-from rolecall.data.adapter_files import check_start
+from rolecall.data.adapters import check_start, with_modules
 from rolecall.data.dataset import RawPrompt, load_prompts
 from rolecall.data.engine_limits import check_engine
 from rolecall.data.image_limits import check_images
@@ -37,7 +37,6 @@ from rolecall.data.model_files import (
     read_model,
     text_config,
     vocab_size,
-    with_modules,
 )
 from rolecall.data.tokenizer import ChatTokenizer, read_ids_digest
 from rolecall.environment.checks import explain_environment

@@ -26,7 +26,7 @@ from transformers import PretrainedConfig
 
 from rolecall.checkpoint.storage import Storage
 from rolecall.columns import TOPK_IDS
-from rolecall.data.adapter_files import check_start
+from rolecall.data.adapters import check_start
 from rolecall.data.mixture import read_mixture
 from rolecall.data.model_files import check_parallel
 from rolecall.errors import ConfigError
