@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolecall.commands.preflight import NOTE
+from rolecall.commands.check.preflight import NOTE
 from rolecall.data.engine_limits import num_cached_per_token
 from rolecall.data.model_files import ModelFacts, max_model_tokens
 from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_parameters
