@@ -6,7 +6,7 @@ becomes of a failure is said by whoever begins an episode (episodes.py).
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -184,18 +184,31 @@ class SteppedEpisodes:
                 num_bytes = sum(len(image.file) for image in prompt.images[len(request.images) :])
                 spent = self._spent_on_images(num_bytes + sum(map(len, files)), tree, ends_at)
             if not spent:
-                images = await self._opened(files)
-                going_on = partial(tree.after, turn, (*prompt.messages, told, *heard), first.tools, shown, images)
-                try:
-                    with showing(shown[own:]):
-                        prompt = await self._prompts.run(going_on)
-                    spent = "" if prompt.room >= 1 else "tokens"
-                except PromptTooLongError:
+                after = partial(tree.after, turn, (*prompt.messages, told, *heard), first.tools, shown)
+                following = await self._following(after, files, shown[own:])
+                if following is None:
                     spent = "tokens"
+                else:
+                    prompt = following
             if not spent and time.monotonic() >= ends_at:
                 spent = "time"
             if spent:
                 return ended(spent, await session.grade())
+
+    async def _following(
+        self,
+        after: Callable[[tuple[ShownImage, ...]], TurnPrompt],
+        files: Sequence[bytes],
+        shown: Sequence[ChatMessage],
+    ) -> TurnPrompt | None:
+        """The prompt that is `after` a turn, with the images in `files`; None: there is no room for another one."""
+        images = await self._opened(files)
+        try:
+            with showing(shown):
+                prompt = await self._prompts.run(partial(after, images))
+        except PromptTooLongError:
+            return None
+        return prompt if prompt.room >= 1 else None
 
     async def _turn(self, tree: Tree, prompt: TurnPrompt, first: FirstTurn) -> tuple[Turn, Heard]:
         """Samples a turn, and reads its calls of tools."""
