@@ -71,7 +71,7 @@ async def serving(settings: RunSettings, config: RolloutConfig, num_batches: int
 
 def bare_arguments(config: RolloutConfig) -> Any:
     """The rollout's arguments, with weights from disk and no way to change them, and vLLM's own scheduler."""
-    from services.rollout.engine import engine_args
+    from services.rollout.vllm.arguments import engine_args
 
     return dataclasses.replace(
         engine_args(config),

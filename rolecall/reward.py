@@ -37,20 +37,11 @@ from rolecall.rpc.server import Server
 from rolecall.rpc.tls import read_token
 from rolecall.scoring import scores
 from rolecall.scoring.awaited import evaluate_awaited, evaluate_many_awaited
+from rolecall.scoring.description import component_spec, spec_problem
+from rolecall.scoring.evaluate import evaluate, evaluate_many
 from rolecall.scoring.exchange import is_large
-from rolecall.scoring.scores import (
-    BatchFunction,
-    Failure,
-    Item,
-    Message,
-    Score,
-    ScoreFunction,
-    component_spec,
-    evaluate,
-    evaluate_many,
-    groups_of,
-    spec_problem,
-)
+from rolecall.scoring.items import groups_of
+from rolecall.scoring.scores import BatchFunction, Failure, Item, Message, Score, ScoreFunction
 from rolecall.settings import RpcSection, TelemetrySection
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 

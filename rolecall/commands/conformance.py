@@ -22,7 +22,7 @@ from rolecall.conformance.reward.session import Options, RewardSession
 from rolecall.disk import writing
 from rolecall.errors import ConfigError, VersionMismatchError
 from rolecall.rpc.tls import read_token
-from rolecall.scoring.scores import spec_gaps
+from rolecall.scoring.description import spec_gaps
 from rolecall.terminal import say
 from rolecall.v1 import environment_pb2, environment_pb2_grpc, reward_pb2, reward_pb2_grpc
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 from itertools import islice
 
-from rolecall.data.adapter_files import check_start
+from rolecall.data.adapters import check_start, num_adapter_parameters
 from rolecall.data.image_limits import check_sft_images
 from rolecall.data.images.spool import without_spools
 from rolecall.data.megatron_limits import check_megatron, require_installed
@@ -18,7 +18,6 @@ from rolecall.data.model_files import (
     check_tokenizer,
     check_trainable,
     max_model_tokens,
-    num_adapter_parameters,
     read_model,
 )
 from rolecall.data.sft_examples import end_of_response, load_examples, tokenize

@@ -4,34 +4,83 @@ something else than was asked for.
 
 import importlib.util
 from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
 
 from rolecall.data.images.tokens import read_visual_tokens
 from rolecall.data.mixture import check_cpu_routing
-from rolecall.data.model_files import (
-    check_cpu_adapters,
-    check_cpu_attention,
-    check_cpu_recurrence,
-    check_split,
-    check_stages,
-    has_recurrent_layers,
-    text_config,
-)
+from rolecall.data.model_files import EXPERTS, has_recurrent_layers, tensor_names, text_config
 from rolecall.data.shift_plan import check_cpu_sleep
 from rolecall.data.vllm_files import check_engine_arguments
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head dimensions that vLLM's attention on CPUs takes; with another its engine starts, and dies of the first prompt."""
+CPU_BLOCK_TOKENS = 32
+"""Tokens that a cache block on CPUs has a multiple of; with another vLLM loads the model first and refuses it then."""
+CPU_DELTA_RULE_DIMS = (64, 128)
+"""Head dimensions, the same of keys and values, that vLLM's gated delta rule takes on CPUs, in bfloat16 alone."""
+_IMPORT_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Values of model_type whose code in vLLM imports torchvision, for images that a text model never sees."""
+_ALL_FULL_ATTENTION = (
+    "llama",
+    "qwen2",
+    "qwen2_5_vl",
+    "qwen2_5_vl_text",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_vl_text",
+)
+"""Values of model_type whose every layer attends to all tokens before, unless use_sliding_window says otherwise."""
+
 
 def check_engine(settings: RunSettings) -> None:
     """ConfigError when the rollouts' vLLM cannot run the model as the settings ask; reads the model's JSON files."""
     check_engine_arguments(settings.rollout.engine)
-    check_split(settings.model.path, settings.rollout.tensor_parallel_size)
-    check_stages(settings.model.path, settings.rollout.pipeline_parallel_size)
+    _check_split(settings.model.path, settings.rollout.tensor_parallel_size)
+    _check_stages(settings.model.path, settings.rollout.pipeline_parallel_size)
     _check_images(settings.model.path)
     if settings.rollout.devices:
         _check_gpus(settings)
     else:
         _check_cpus(settings)
+
+
+def num_cached_per_token(path: Path, num_tensor: int, num_stages: int) -> int:
+    """Numbers that a worker of a rollout keeps of each token, keys and values of the largest stage; 0 where other
+    attention may keep fewer than every layer's.
+    """
+    text = text_config(path)
+    head_dim, num_layers = _head_dim(text), text.get("num_hidden_layers")
+    num_keys = text.get("num_key_value_heads", text.get("num_attention_heads"))
+    is_plain = text.get("model_type") in _ALL_FULL_ATTENTION and not text.get("use_sliding_window")
+    if not is_plain or head_dim is None or not isinstance(num_layers, int) or not isinstance(num_keys, int):
+        return 0
+    return 2 * max(1, num_keys // num_tensor) * head_dim * -(-num_layers // num_stages)
+
+
+def _check_stages(path: Path, num_stages: int) -> None:
+    """ConfigError when a rollout of the model at `path` would have stages without a layer."""
+    num_layers = text_config(path).get("num_hidden_layers", 0)
+    if num_stages > max(num_layers, 1):
+        raise ConfigError(
+            f"rollout.pipeline_parallel_size {num_stages}: the model at {path} has {num_layers} layers; lower it"
+        )
+
+
+def _check_split(path: Path, num_workers: int) -> None:
+    """ConfigError when a rollout of the model at `path` cannot split its attention over `num_workers`."""
+    text = text_config(path)
+    heads, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    uneven = isinstance(heads, int) and heads % num_workers
+    if uneven or (isinstance(keys, int) and keys % num_workers and num_workers % max(keys, 1)):
+        raise ConfigError(
+            f"rollout.tensor_parallel_size {num_workers}: the model at {path} has num_attention_heads {heads} and "
+            f"num_key_value_heads {keys}; choose a divisor of the first that divides the second or is a multiple of it"
+        )
 
 
 def _check_images(path: Path) -> None:
@@ -46,11 +95,11 @@ def _check_images(path: Path) -> None:
 def _check_cpus(settings: RunSettings) -> None:
     path, engine = settings.model.path, settings.rollout.engine
     check_cpu_sleep(settings)
-    check_cpu_attention(path, engine.get("block_size"))
-    check_cpu_recurrence(path, settings.model.dtype, engine.get("enable_prefix_caching"))
+    _check_cpu_attention(path, engine.get("block_size"))
+    _check_cpu_recurrence(path, settings.model.dtype, engine.get("enable_prefix_caching"))
     check_cpu_routing(settings.actor)
     if settings.actor.lora is not None:
-        check_cpu_adapters(path)
+        _check_cpu_adapters(path)
 
 
 def _check_gpus(settings: RunSettings) -> None:
@@ -70,3 +119,72 @@ def _check_gpus(settings: RunSettings) -> None:
             f"run.deterministic: vLLM multiplies by a float32 head (model.head_dtype) of a {settings.model.dtype} "
             "model with kernels that may depend on the batch; set model.head_dtype to model, or leave it out"
         )
+
+
+def _check_cpu_attention(path: Path, block_size: JsonValue) -> None:
+    """ConfigError when vLLM cannot run the model at `path` on CPUs, or not with rollout.engine's `block_size`. For
+    latent attention it takes its own in place of that.
+    """
+    head_dim = _head_dim(text_config(path))
+    if head_dim is None:
+        return
+    if isinstance(block_size, int) and (block_size < 1 or block_size % CPU_BLOCK_TOKENS):
+        raise ConfigError(
+            f"rollout.engine.block_size {block_size} is no multiple of {CPU_BLOCK_TOKENS}, which vLLM's attention "
+            "needs on CPUs; give one, or remove it"
+        )
+    if head_dim not in CPU_HEAD_DIMS:
+        raise ConfigError(
+            f"model.path {path}: head_dim {head_dim} is not one that vLLM's attention takes on CPUs "
+            f"({', '.join(map(str, CPU_HEAD_DIMS))}); "
+            "use another model, or give rollout.devices"
+        )
+
+
+def _check_cpu_recurrence(path: Path, dtype: str, caches_prefixes: JsonValue) -> None:
+    """ConfigError when the model at `path` has recurrent layers that vLLM cannot run on CPUs in `dtype`, or not with
+    rollout.engine's enable_prefix_caching.
+    """
+    text = text_config(path)
+    if not has_recurrent_layers(text):
+        return
+    dims = {text.get(f"linear_{name}_head_dim", 128) for name in ("key", "value")}
+    if dtype != "bfloat16" or len(dims) > 1 or not dims <= set(CPU_DELTA_RULE_DIMS):
+        raise ConfigError(
+            f"model.path {path} has recurrent layers, which vLLM computes on CPUs in bfloat16 alone, keys and values "
+            f"of one head dimension, {' or '.join(map(str, CPU_DELTA_RULE_DIMS))}; set model.dtype to bfloat16, use "
+            "another model, or give rollout.devices"
+        )
+    if caches_prefixes:
+        raise ConfigError(
+            "rollout.engine.enable_prefix_caching: with recurrent layers it needs prompts that are cut, which CPUs do "
+            "not have; remove it"
+        )
+    if text.get("model_type") in _IMPORT_TORCHVISION and importlib.util.find_spec("torchvision") is None:
+        raise ConfigError(
+            f"model.path {path}: vLLM's code for {text['model_type']} imports torchvision, which is not installed; "
+            "install the build for CPUs that fits torch (--index-url https://download.pytorch.org/whl/cpu), or give "
+            "rollout.devices"
+        )
+
+
+def _check_cpu_adapters(path: Path) -> None:
+    """ConfigError when vLLM cannot serve adapters of the model at `path` on CPUs: beside adapters it computes experts
+    with a GPU kernel alone.
+    """
+    if any(EXPERTS in name for name in tensor_names(path)):
+        raise ConfigError(
+            f"model.path {path} is a mixture of experts, which vLLM serves with adapters on GPUs only; give "
+            "rollout.devices, or leave actor.lora out"
+        )
+
+
+def _head_dim(text: dict[str, Any]) -> int | None:
+    """Size of a head of attention over keys and values; None where the configuration does not say (latent attention,
+    other architectures).
+    """
+    if text.get("kv_lora_rank") is not None:
+        return None
+    hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+    own = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
+    return int(text["head_dim"]) if text.get("head_dim") else own

@@ -1,8 +1,8 @@
 """A Hugging Face model directory, as far as JSON and safetensors headers tell: what it is, and whether it is whole and
 fits its tokenizer.
 
-Owns every complaint about `model.path` that needs no weights to be loaded; `rolecall check` and the roles'
-configurations read through here. No torch.
+Owns every complaint about `model.path` that needs no weights to be loaded, but for those of vLLM (engine_limits.py) and
+of adapters (adapters.py); `rolecall check` and the roles' configurations read through here. No torch.
 """
 
 import importlib.util
@@ -13,50 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue
-
 from rolecall.data.images.tokens import FAMILIES
 from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError
-from rolecall.settings import ALL_LINEAR, LayoutSection, LoraSection
+from rolecall.settings import LayoutSection
 
 MAX_HEADER_BYTES = 100 * 2**20
 """Bound of a safetensors header, as the format has it."""
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head dimensions that vLLM's attention on CPUs takes; with another its engine starts, and dies of the first prompt."""
-CPU_BLOCK_TOKENS = 32
-"""Tokens that a cache block on CPUs has a multiple of; with another vLLM loads the model first and refuses it then."""
-CPU_DELTA_RULE_DIMS = (64, 128)
-"""Head dimensions, the same of keys and values, that vLLM's gated delta rule takes on CPUs, in bfloat16 alone."""
-_IMPORT_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
-"""Values of model_type whose code in vLLM imports torchvision, for images that a text model never sees."""
-_RECURRENT = ("qwen3_next", *_IMPORT_TORCHVISION)
+_RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Values of model_type of models with recurrent layers, of 128 numbers a head where their configuration is silent."""
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 """Values of model_type whose language model can be saved, and trained, alone."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which architectures keep the number of experts of a layer."""
-_ALL_FULL_ATTENTION = (
-    "llama",
-    "qwen2",
-    "qwen2_5_vl",
-    "qwen2_5_vl_text",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_vl_text",
-)
-"""Values of model_type whose every layer attends to all tokens before, unless use_sliding_window says otherwise."""
-_EXPERTS = ".experts."
+EXPERTS = ".experts."
 """Part of the name of every tensor of a mixture's experts, which get no adapters."""
-_TOWER = re.compile(r"(model\.)?visual\.")
+TOWER = re.compile(r"(model\.)?visual\.")
 """Beginning of the names of a vision tower's tensors, which get no adapters."""
-_IN_BLOCK = re.compile(r"\.(\d+)\.")
-"""Part of the name of every tensor in a transformer block: its number."""
-_NOT_ALL_LINEAR = frozenset({"gate", "shared_expert_gate", "router", "kv_b_proj"})
-"""Parts of the names of a block's matrices to which all-linear gives no adapter: routers, and latent attention's
-kv_b_proj, which vLLM multiplies into others as it loads a model, so that it would decode without the adapter.
-"""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 """Ends of the names under which checkpoints keep their input embeddings."""
 
@@ -77,7 +50,7 @@ def read_model(path: Path, setting: str = "model.path") -> ModelFacts:
     """Facts of the whole model directory that `setting` names. ConfigError says what it lacks."""
     config, sizes = (
         _json(path / "config.json", setting),
-        {name: math.prod(shape) for name, shape in _shapes(path, setting).items()},
+        {name: math.prod(shape) for name, shape in model_shapes(path, setting).items()},
     )
     layers = Counter[str]()
     for name, size in sizes.items():
@@ -87,13 +60,13 @@ def read_model(path: Path, setting: str = "model.path") -> ModelFacts:
         architecture=", ".join(config.get("architectures") or ["an unnamed architecture"]),
         num_parameters=sum(sizes.values()),
         largest_layer=max(layers.values(), default=0),
-        num_tower_parameters=sum(size for name, size in sizes.items() if _TOWER.match(name)),
+        num_tower_parameters=sum(size for name, size in sizes.items() if TOWER.match(name)),
     )
 
 
 def tensor_names(path: Path, setting: str = "model.path") -> frozenset[str]:
     """Names of the tensors in a model directory."""
-    return frozenset(_shapes(path, setting))
+    return frozenset(model_shapes(path, setting))
 
 
 def max_model_tokens(path: Path) -> int:
@@ -129,7 +102,7 @@ def vocab_size(path: Path, setting: str = "model.path") -> int:
     says.
     """
     config = _text(_json(path / "config.json", setting))
-    shapes = _shapes(path, setting) if any(path.glob("*.safetensors")) else {}
+    shapes = model_shapes(path, setting) if any(path.glob("*.safetensors")) else {}
     sizes = [shape[0] for name, shape in shapes.items() if name.endswith(_EMBEDDINGS) and len(shape) == 2]
     return min([*sizes, *([int(config["vocab_size"])] if "vocab_size" in config else [])], default=0)
 
@@ -143,153 +116,6 @@ def check_tokenizer(path: Path, num_ids: int, setting: str = "model.path") -> No
             f"{known - 1}; "
             "save the tokenizer that the model was trained with, or resize the model's embeddings"
         )
-
-
-def check_stages(path: Path, num_stages: int) -> None:
-    """ConfigError when a rollout of the model at `path` would have stages without a layer."""
-    num_layers = _text(_json(path / "config.json")).get("num_hidden_layers", 0)
-    if num_stages > max(num_layers, 1):
-        raise ConfigError(
-            f"rollout.pipeline_parallel_size {num_stages}: the model at {path} has {num_layers} layers; lower it"
-        )
-
-
-def check_split(path: Path, num_workers: int) -> None:
-    """ConfigError when a rollout of the model at `path` cannot split its attention over `num_workers`."""
-    text = _text(_json(path / "config.json"))
-    heads, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
-    uneven = isinstance(heads, int) and heads % num_workers
-    if uneven or (isinstance(keys, int) and keys % num_workers and num_workers % max(keys, 1)):
-        raise ConfigError(
-            f"rollout.tensor_parallel_size {num_workers}: the model at {path} has num_attention_heads {heads} and "
-            f"num_key_value_heads {keys}; choose a divisor of the first that divides the second or is a multiple of it"
-        )
-
-
-def num_cached_per_token(path: Path, num_tensor: int, num_stages: int) -> int:
-    """Numbers that a worker of a rollout keeps of each token, keys and values of the largest stage; 0 where other
-    attention may keep fewer than every layer's.
-    """
-    text = _text(_json(path / "config.json"))
-    head_dim, num_layers = _head_dim(text), text.get("num_hidden_layers")
-    num_keys = text.get("num_key_value_heads", text.get("num_attention_heads"))
-    is_plain = text.get("model_type") in _ALL_FULL_ATTENTION and not text.get("use_sliding_window")
-    if not is_plain or head_dim is None or not isinstance(num_layers, int) or not isinstance(num_keys, int):
-        return 0
-    return 2 * max(1, num_keys // num_tensor) * head_dim * -(-num_layers // num_stages)
-
-
-def check_cpu_attention(path: Path, block_size: JsonValue) -> None:
-    """ConfigError when vLLM cannot run the model at `path` on CPUs, or not with rollout.engine's `block_size`. For
-    latent attention it takes its own in place of that.
-    """
-    head_dim = _head_dim(_text(_json(path / "config.json")))
-    if head_dim is None:
-        return
-    if isinstance(block_size, int) and (block_size < 1 or block_size % CPU_BLOCK_TOKENS):
-        raise ConfigError(
-            f"rollout.engine.block_size {block_size} is no multiple of {CPU_BLOCK_TOKENS}, which vLLM's attention "
-            "needs on CPUs; give one, or remove it"
-        )
-    if head_dim not in CPU_HEAD_DIMS:
-        raise ConfigError(
-            f"model.path {path}: head_dim {head_dim} is not one that vLLM's attention takes on CPUs "
-            f"({', '.join(map(str, CPU_HEAD_DIMS))}); "
-            "use another model, or give rollout.devices"
-        )
-
-
-def check_cpu_recurrence(path: Path, dtype: str, caches_prefixes: JsonValue) -> None:
-    """ConfigError when the model at `path` has recurrent layers that vLLM cannot run on CPUs in `dtype`, or not with
-    rollout.engine's enable_prefix_caching.
-    """
-    text = _text(_json(path / "config.json"))
-    if not has_recurrent_layers(text):
-        return
-    dims = {text.get(f"linear_{name}_head_dim", 128) for name in ("key", "value")}
-    if dtype != "bfloat16" or len(dims) > 1 or not dims <= set(CPU_DELTA_RULE_DIMS):
-        raise ConfigError(
-            f"model.path {path} has recurrent layers, which vLLM computes on CPUs in bfloat16 alone, keys and values "
-            f"of one head dimension, {' or '.join(map(str, CPU_DELTA_RULE_DIMS))}; set model.dtype to bfloat16, use "
-            "another model, or give rollout.devices"
-        )
-    if caches_prefixes:
-        raise ConfigError(
-            "rollout.engine.enable_prefix_caching: with recurrent layers it needs prompts that are cut, which CPUs do "
-            "not have; remove it"
-        )
-    if text.get("model_type") in _IMPORT_TORCHVISION and importlib.util.find_spec("torchvision") is None:
-        raise ConfigError(
-            f"model.path {path}: vLLM's code for {text['model_type']} imports torchvision, which is not installed; "
-            "install the build for CPUs that fits torch (--index-url https://download.pytorch.org/whl/cpu), or give "
-            "rollout.devices"
-        )
-
-
-def check_cpu_adapters(path: Path) -> None:
-    """ConfigError when vLLM cannot serve adapters of the model at `path` on CPUs: beside adapters it computes experts
-    with a GPU kernel alone.
-    """
-    if any(_EXPERTS in name for name in _shapes(path, "model.path")):
-        raise ConfigError(
-            f"model.path {path} is a mixture of experts, which vLLM serves with adapters on GPUs only; give "
-            "rollout.devices, or leave actor.lora out"
-        )
-
-
-def num_adapter_parameters(path: Path, section: LoraSection, setting: str = "actor.lora") -> int:
-    """Elements of the adapters that `section`, which `setting` names, gives the model at `path`. ConfigError names a
-    module that the model lacks.
-    """
-    matrices = _matrices(path, setting)
-    own = {_module(name) for name in matrices}
-    modules = with_modules(section, path, setting).target_modules
-    unknown = sorted(set(modules) - own)
-    if unknown:
-        raise ConfigError(
-            f"{setting}.target_modules: the model {path} has no {', '.join(unknown)}; its matrices are called "
-            f"{', '.join(sorted(own))}"
-        )
-    return sum(section.rank * sum(shape) for name, shape in matrices.items() if _module(name) in modules)
-
-
-def with_modules(section: LoraSection, path: Path, setting: str = "actor.lora") -> LoraSection:
-    """`section`, which `setting` names, with the names that all-linear stands for in the model at `path`. ConfigError
-    where it stands for none.
-    """
-    if section.target_modules != ALL_LINEAR:
-        return section
-    inside = [
-        name
-        for name in _matrices(path, setting)
-        if _IN_BLOCK.search(name) and name.endswith(".weight") and _NOT_ALL_LINEAR.isdisjoint(name.split("."))
-    ]
-    if not inside:
-        raise ConfigError(
-            f"{setting}.target_modules {ALL_LINEAR}: the model {path} has no matrix in its blocks that may have an "
-            "adapter; use another model"
-        )
-    return section.model_copy(update={"target_modules": tuple(sorted(set(map(_module, inside))))})
-
-
-def _matrices(path: Path, setting: str) -> dict[str, list[int]]:
-    """The shapes of the model's matrices that are neither an expert's nor a vision tower's, by name. Blocks after the
-    last one, which predict further tokens, are not the model's.
-    """
-    num_layers = _text(_json(path / "config.json", setting)).get("num_hidden_layers")
-    end = num_layers if isinstance(num_layers, int) else math.inf
-    return {
-        name: shape
-        for name, shape in _shapes(path, f"{setting}: the model").items()
-        if len(shape) == 2
-        and _EXPERTS not in name
-        and not _TOWER.match(name)
-        and not ((block := _IN_BLOCK.search(name)) and int(block[1]) >= end)
-    }
-
-
-def _module(name: str) -> str:
-    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def check_trainable(path: Path, setting: str = "model.path") -> None:
@@ -431,17 +257,6 @@ def _text(config: dict[str, Any]) -> dict[str, Any]:
     return dict(config.get("text_config") or config)
 
 
-def _head_dim(text: dict[str, Any]) -> int | None:
-    """Size of a head of attention over keys and values; None where the configuration does not say (latent attention,
-    other architectures).
-    """
-    if text.get("kv_lora_rank") is not None:
-        return None
-    hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
-    own = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
-    return int(text["head_dim"]) if text.get("head_dim") else own
-
-
 def _json(path: Path, setting: str = "model.path") -> dict[str, Any]:
     try:
         tree = parse_json(path.read_text(encoding="utf-8"))
@@ -452,7 +267,8 @@ def _json(path: Path, setting: str = "model.path") -> dict[str, Any]:
     return tree
 
 
-def _shapes(path: Path, setting: str) -> dict[str, list[int]]:
+def model_shapes(path: Path, setting: str) -> dict[str, list[int]]:
+    """Tensor shapes by name of the whole model directory that `setting` names. ConfigError says what it lacks."""
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{setting} {path} has no *.safetensors; convert the weights with save_pretrained")

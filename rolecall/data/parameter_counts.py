@@ -7,7 +7,8 @@ The headers of the model's files tell them. No torch.
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolecall.data.model_files import ModelFacts, num_adapter_parameters, read_model
+from rolecall.data.adapters import num_adapter_parameters
+from rolecall.data.model_files import ModelFacts, read_model
 from rolecall.settings import LoraSection, RunSettings
 
 

@@ -19,7 +19,7 @@ from rolecall.rpc.identity import Admission
 from rolecall.rpc.listening import rpc_section
 from rolecall.rpc.server import Server
 from rolecall.rpc.tls import read_token
-from rolecall.scoring.scores import component_spec
+from rolecall.scoring.description import component_spec
 from rolecall.settings import RpcSection, TelemetrySection
 from rolecall.v1 import environment_pb2, environment_pb2_grpc
 

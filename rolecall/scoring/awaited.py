@@ -9,15 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rolecall.errors import ScorerError
-from rolecall.scoring.scores import (
-    BatchFunction,
-    Item,
-    ScoreFunction,
-    error_result,
-    evaluate_many,
-    failure_of,
-    result_of,
-)
+from rolecall.scoring.evaluate import error_result, evaluate_many, failure_of, result_of
+from rolecall.scoring.scores import BatchFunction, Item, ScoreFunction
 from rolecall.v1 import reward_pb2
 
 TIMEOUT = "TIMEOUT"

@@ -18,11 +18,12 @@ from rolecall.rpc import deadlines
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.options import MAX_GROUP_BYTES
 from rolecall.rpc.tls import token_of
+from rolecall.scoring.description import change_of, spec_gaps, spec_problem
 from rolecall.scoring.exchange import believed, cut, only
 from rolecall.scoring.joint import JointCalls
 from rolecall.scoring.peer import Peer
 from rolecall.scoring.retries import with_retries
-from rolecall.scoring.scores import Failure, Outcome, change_of, spec_gaps, spec_problem
+from rolecall.scoring.scores import Failure, Outcome
 from rolecall.settings import FEW_CALLS, ControllerSection, ExternalScorer, RewardSection, RpcSection, taken_names
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2, reward_pb2_grpc

@@ -7,7 +7,9 @@ Pure functions of messages; client.py makes the calls.
 from collections.abc import Sequence
 
 from rolecall.errors import ScorerError
-from rolecall.scoring.scores import Failure, Outcome, decode_reward, groups_of, problem_of
+from rolecall.scoring.description import problem_of
+from rolecall.scoring.items import groups_of
+from rolecall.scoring.scores import Failure, Outcome, decode_reward
 from rolecall.v1 import reward_pb2
 
 MAX_REQUEST_BYTES = 3 * 2**20

@@ -10,7 +10,8 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from rolecall.scoring.scores import Failure, Outcome, groups_of
+from rolecall.scoring.items import groups_of
+from rolecall.scoring.scores import Failure, Outcome
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2
 

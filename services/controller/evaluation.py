@@ -24,15 +24,8 @@ from rolecall.data.dataset import load_prompts
 from rolecall.data.images.files import ImageFile
 from rolecall.errors import InvalidInputError, RoleCallError, ScorerError, UnavailableError
 from rolecall.scoring.client import RewardClient
-from rolecall.scoring.scores import (
-    CHUNK_IMAGE_BYTES,
-    Failure,
-    Score,
-    chunked,
-    groups_of,
-    num_shown_in,
-    score_item,
-)
+from rolecall.scoring.items import CHUNK_IMAGE_BYTES, chunked, groups_of, num_shown_in, score_item
+from rolecall.scoring.scores import Failure, Score
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.settings.deadlines import TOKENS_PER_S
 from rolecall.telemetry import Metrics

@@ -68,9 +68,7 @@ class Loop:
         self._assembly = Assembly(parts.policy, parts.policy.taken_over(position.step, recovered.live, first))
         self._prompts = _prompt_sequence(parts, recovered)
         ledger, rows, threads, board = parts.ledger, parts.rows, parts.threads, parts.board
-        fleet = parts.fleet
-        delivery = Delivery(settings, ledger, threads, fleet, parts.actor.stub, parts.probe, recovered.ctl)
-        self._publisher = PolicyPublisher(settings, ledger, threads, fleet, delivery, recovered)
+        self._publisher = _publisher(parts, recovered)
         self._intake = Intake(
             settings,
             ledger,
@@ -82,22 +80,7 @@ class Loop:
             lambda: self._publisher.published_step,
             recovered,
         )
-        scorer = GroupScorer(settings, rows, threads, parts.reward, parts.references, recovered.ctl)
-        self._collection = Collection(
-            settings,
-            ledger,
-            rows,
-            threads,
-            scorer,
-            self._prompts,
-            board,
-            self._assembly,
-            self._intake,
-            self._end,
-            recovered.sealed_gids,
-            position.failed.get("scorer_error", ()),
-            position.next_gid,
-        )
+        self._collection = _collection(parts, recovered, self._prompts, self._assembly, self._intake, self._end)
         self._reaper = Reaper(
             settings.controller, ledger, threads, self._collection, self._end, position.failed.get("over_delivered", ())
         )
@@ -428,6 +411,35 @@ class Loop:
             self._intake.free(covered_bytes)
 
         await self._saver.begin(self._recovered.ctl, step, point, committed, lambda: parts.board.give_back(requests))
+
+
+def _publisher(parts: Parts, recovered: Recovered) -> PolicyPublisher:
+    """The publisher of the policy to the run's fleet."""
+    settings, ledger, threads, fleet = parts.settings, parts.ledger, parts.threads, parts.fleet
+    delivery = Delivery(settings, ledger, threads, fleet, parts.actor.stub, parts.probe, recovered.ctl)
+    return PolicyPublisher(settings, ledger, threads, fleet, delivery, recovered)
+
+
+def _collection(
+    parts: Parts, recovered: Recovered, prompts: PromptSequence, assembly: Assembly, intake: Intake, end: RunEnd
+) -> Collection:
+    """The collection of groups, scored by the run's reward and references, from where the ledger stands."""
+    settings, rows, threads, position = parts.settings, parts.rows, parts.threads, recovered.position
+    return Collection(
+        settings,
+        parts.ledger,
+        rows,
+        threads,
+        GroupScorer(settings, rows, threads, parts.reward, parts.references, recovered.ctl),
+        prompts,
+        parts.board,
+        assembly,
+        intake,
+        end,
+        recovered.sealed_gids,
+        position.failed.get("scorer_error", ()),
+        position.next_gid,
+    )
 
 
 def _prompt_sequence(parts: Parts, recovered: Recovered) -> PromptSequence:

@@ -16,17 +16,10 @@ from rolecall.errors import ScorerError
 from rolecall.plugins import is_async, load_function
 from rolecall.sandbox import sandbox_of
 from rolecall.scoring.awaited import evaluate_many_awaited, evaluate_together
-from rolecall.scoring.scores import (
-    ALL_FIELDS,
-    TEXT_FIELDS,
-    Item,
-    Score,
-    ScoreFunction,
-    component_spec,
-    evaluate,
-    evaluate_many,
-    groups_of,
-)
+from rolecall.scoring.description import component_spec
+from rolecall.scoring.evaluate import evaluate, evaluate_many
+from rolecall.scoring.items import groups_of
+from rolecall.scoring.scores import ALL_FIELDS, TEXT_FIELDS, Item, Score, ScoreFunction
 from rolecall.settings import (
     AnswerScorer,
     ChoiceScorer,

@@ -9,7 +9,9 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from rolecall.scoring.scores import Failure, Outcome, Score, component_spec, error_result
+from rolecall.scoring.description import component_spec
+from rolecall.scoring.evaluate import error_result
+from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.v1 import reward_pb2
 from rolecall.wire import encode_tensor
 

@@ -14,8 +14,9 @@ from rolecall.errors import RoleCallError, ScorerError, ScorerUnavailableError, 
 from rolecall.scoring.awaited import TIMEOUT
 from rolecall.scoring.client import open_external
 from rolecall.scoring.exchange import only
+from rolecall.scoring.items import groups_of
 from rolecall.scoring.retries import with_retries
-from rolecall.scoring.scores import Failure, Outcome, Score, decode_reward, groups_of
+from rolecall.scoring.scores import Failure, Outcome, Score, decode_reward
 from rolecall.settings import CodeScorer, ExternalScorer, RpcSection, scorer_environment, shadows_of
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.telemetry.states import StateClock

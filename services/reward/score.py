@@ -26,7 +26,8 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.scoring.client import open_client
 from rolecall.scoring.exchange import believed
-from rolecall.scoring.scores import CHUNK_IMAGE_BYTES, Failure, Outcome, Score, chunked
+from rolecall.scoring.items import CHUNK_IMAGE_BYTES, chunked
+from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.settings import RunSettings, load_settings
 from rolecall.terminal import exit_code
 from rolecall.v1 import reward_pb2, trajectory_pb2

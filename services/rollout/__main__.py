@@ -61,14 +61,7 @@ async def _main(args: ServiceArgs) -> None:
     post = await on_shift(settings)
     engine = await _start_engine(config)
     server = Server(settings.rpc, settings.rollout.bind, setting="rollout.bind")
-    replica = Replica(
-        engine,
-        pause_timeout_s=settings.rollout.generation_timeout_s,
-        load_timeout_s=settings.weights.publish_timeout_s,
-        keep_timeout_s=keep_timeout_s(settings.weights),
-        on_serving=server.set_serving,
-        post=post,
-    )
+    replica = _replica(settings, engine, server, post)
     telemetry.show_states(replica.states)
     sampler = sampler_of(settings, replica, tokenizer, _tool_calls(settings.environment, tokenizer))
     pull = PullLoop(
@@ -94,6 +87,18 @@ async def _main(args: ServiceArgs) -> None:
     address = advertised(await server.start(), settings.rollout.advertise_host, settings.controller.address)
     membership = _membership(args, config, engine, tokenizer, address, launched=launched)
     membership.start()
+    try:
+        await _serve(server, replica, pull, engine, membership)
+    finally:
+        await sampler.close()
+        await engine.close()
+        connection.close()
+
+
+async def _serve(
+    server: Server, replica: Replica, pull: PullLoop, engine: "VllmEngine", membership: Membership
+) -> None:
+    """Serves until the role is over or a part of it fails, and drains. Ends the membership, whatever ends it."""
 
     async def drain() -> None:
         await replica.stop_taking()
@@ -106,9 +111,6 @@ async def _main(args: ServiceArgs) -> None:
     finally:
         failed.cancel()
         membership.stop()
-        await sampler.close()
-        await engine.close()
-        connection.close()
 
 
 async def on_shift(settings: RunSettings) -> Post | None:
@@ -131,6 +133,17 @@ async def _start_engine(config: RolloutConfig) -> "VllmEngine":
         engine = VllmEngine(config)
         await engine.warm_up()
     return engine
+
+
+def _replica(settings: RunSettings, engine: "VllmEngine", server: Server, post: Post | None) -> Replica:
+    return Replica(
+        engine,
+        pause_timeout_s=settings.rollout.generation_timeout_s,
+        load_timeout_s=settings.weights.publish_timeout_s,
+        keep_timeout_s=keep_timeout_s(settings.weights),
+        on_serving=server.set_serving,
+        post=post,
+    )
 
 
 def _tool_calls(section: EnvironmentSection | None, tokenizer: ChatTokenizer) -> "ToolCalls | None":

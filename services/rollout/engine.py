@@ -1,8 +1,8 @@
-"""vLLM as a RolloutEngine: tokens in, tokens out. The services import vLLM here, in scheduler.py, and for
+"""vLLM as a RolloutEngine: tokens in, tokens out. The services import vLLM here, in vllm/, in scheduler.py, and for
 its parsers of tool calls.
 
-Owns how our requests become vLLM's and back, and which vLLM calls make up a pause, a load and a probe. It decides
-nothing about serving: the replica does.
+Owns how our requests become vLLM's and back, and which vLLM calls make up a pause, a load and a probe. How vLLM is
+started is in vllm/arguments.py. It decides nothing about serving: the replica does.
 
 Sampling is softmax(logits / temperature), its logprobs those of the tokens sampled ("processed" logprobs). `min_tokens`
 is never set: it masks the end token and changes the distribution. Stop tokens are token ids, kept as the response's
@@ -11,31 +11,24 @@ last token. vLLM itself names the weights version of every token.
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
-from vllm import AsyncEngineArgs, SamplingParams
-from vllm.config import VllmConfig, WeightTransferConfig
+from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.models import ModelRegistry
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from rolecall.data.mixture import Mixture
 from rolecall.errors import ConfigError, GenerationError, InvalidInputError, UnavailableError, WorkerLostError
-from rolecall.settings import LoraSection
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.weights.adapter import POLICY
 from rolecall.weights.engine_calls import join_epoch, receive_version
@@ -52,13 +45,12 @@ from services.rollout.sampling import (
     VersionSpan,
 )
 from services.rollout.scheduler import PRIORITY, PROBE_PRIORITY, UseLog, logprobs_of
+from services.rollout.vllm.arguments import engine_args, engine_config, know_the_model
 from services.rollout.vllm.image_prompts import ImagePrompts, under_load
 from services.rollout.vllm.sleeper import Sleeper
 
 _FINISH_REASONS = {"stop": trajectory_pb2.FINISH_REASON_STOP, "length": trajectory_pb2.FINISH_REASON_LENGTH}
 ENGINE_DIED = "the vLLM engine died of the error that it wrote to this replica's log; the replica ends"
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Sizes of vLLM's adapter memory; a smaller adapter is padded with zeros."""
 WARM_UP_TOKENS = (0, 1, 2, 3)
 """Ids that every vocabulary has."""
 WATCH_S = 1.0
@@ -77,7 +69,7 @@ class VllmEngine:
     def __init__(self, config: RolloutConfig) -> None:
         """Starts the engine's processes; takes tens of seconds. Call it inside the event loop that will use it."""
         if config.in_one_process and not config.devices:
-            _know_the_model(config.model_path)
+            know_the_model(config.model_path)
         arguments = engine_args(config)
         self._llm = AsyncLLM.from_vllm_config(
             engine_config(arguments),
@@ -321,101 +313,6 @@ class VllmEngine:
             )  # bounded: by the caller's deadline; an engine that hangs is ended by the controller's hang_s
         except EngineDeadError as error:
             raise WorkerLostError(ENGINE_DIED) from error
-
-
-def engine_config(arguments: AsyncEngineArgs) -> VllmConfig:
-    """Returns the configuration that vLLM makes of its arguments, before anything is started. ConfigError, in one line,
-    when it refuses them: it would again at each restart.
-    """
-    try:
-        return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    except ValidationError as error:
-        said = "; ".join(part["msg"] for part in error.errors())
-        raise ConfigError(_refusal(said)) from error
-    except ValueError as error:
-        raise ConfigError(_refusal(str(error))) from error
-
-
-def _refusal(said: str) -> str:
-    return f"vLLM refuses what rollout and rollout.engine ask of it: {' '.join(said.split())}"
-
-
-def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
-    """Returns the arguments that vLLM is started with."""
-    arguments = AsyncEngineArgs(
-        model=str(config.model_path),
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        load_format="dummy",
-        dtype=config.dtype,
-        hf_overrides={"head_dtype": "float32"} if config.float32_head else {},
-        max_model_len=config.max_model_tokens,
-        max_num_seqs=config.max_num_seqs + config.keeps_cache,  # the probe's place
-        max_num_batched_tokens=config.step_tokens,
-        tensor_parallel_size=config.tensor_parallel_size,
-        pipeline_parallel_size=config.pipeline_parallel_size,
-        distributed_executor_backend="uni" if config.in_one_process else "mp",
-        kv_cache_memory_bytes=config.kv_cache_bytes,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        enforce_eager=config.enforce_eager,
-        enable_sleep_mode=config.sleep_mode,
-        scheduling_policy="priority",
-        scheduler_cls="services.rollout.scheduler.scheduler",
-        logprobs_mode="processed_logprobs",
-        # With states vLLM keeps its cache another way, which needs prompts that are cut.
-        enable_prefix_caching=not config.is_recurrent,
-        # Of a prompt cut in two vLLM draws a token too early and takes it back from the request's seeded generator,
-        # which CPU generators cannot do.
-        enable_chunked_prefill=None if config.devices else False,
-        disable_log_stats=True,  # vLLM's own, in its log; UseLog gets them
-        weight_transfer_config=WeightTransferConfig(backend="rolecall"),
-        worker_extension_cls="rolecall.weights.receiver.WorkerExtension",
-        enable_return_routed_experts=config.mixture is not None,
-    )
-    if config.image_token_id is not None:
-        arguments = replace(arguments, **_for_images(config))
-    arguments = replace(arguments, **config.engine, **(_for_adapters(config.lora) if config.lora is not None else {}))
-    if config.batch_invariant and not config.devices:
-        # No kernel on CPUs is batch-invariant: the batch is one response, whose prompt is computed like any other's.
-        return replace(arguments, max_num_seqs=1, enable_prefix_caching=False)
-    return arguments
-
-
-def _know_the_model(path: Path) -> None:
-    """Gives vLLM the class of the model in directory `path`, which this process will hold itself. Else vLLM looks at it
-    in a process of its own, which imports torch and all of vLLM once more: ten seconds of a core, wherever its cache is
-    new, as in every container.
-    """
-    for name in json.loads((path / "config.json").read_text()).get("architectures") or ():
-        if name in ModelRegistry.models:
-            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-
-
-def _for_images(config: RolloutConfig) -> dict[str, Any]:
-    """vLLM's processor of images needs a tokenizer, for texts that it is never given here. Its cache of processed
-    images stays off: it has a half in either process, and a pause clears the core's alone. On CPUs a trial of the
-    largest image that the model takes would cost minutes at the start, to size a cache that has its size. Pixels are
-    scaled in this process: the worker would do it by numbers that its dummy weights are drawn over.
-    """
-    return {
-        "skip_tokenizer_init": False,
-        "limit_mm_per_prompt": {"video": 0},
-        "mm_processor_cache_gb": 0,
-        "mm_device_do_normalize": False,
-        "skip_mm_profiling": not config.devices,
-    }
-
-
-def _for_adapters(lora: LoraSection) -> dict[str, Any]:
-    """The modules are named, because vLLM would give the head one too, and then fails at the probe: its prompt has more
-    logits than the batch has requests.
-    """
-    return {
-        "load_format": "auto",
-        "enable_lora": True,
-        "max_lora_rank": next(size for size in LORA_RANKS if size >= lora.rank),
-        "lora_target_modules": list(lora.target_modules),
-    }
 
 
 def sampling_params(request: SampleRequest, eos_token_ids: Sequence[int]) -> SamplingParams:

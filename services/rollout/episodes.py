@@ -1,11 +1,11 @@
-"""The loop of an episode: the policy's turns in the engine, the environment's answers between them.
+"""Episodes of groups in an environment: their sessions, and what becomes of a failure.
 
-Owns the order of the two, budgets, and what becomes of a failure: an episode that the environment lost is begun again
-in its place, up to max_attempts and within the time of the first, and then fails its group; one whose environment is
-away goes back with its group. Neither is a trajectory. A group samples nothing before all its sessions are open, and
-goes back when they cannot be: nobody holds places and waits for more. Tokens and calls of tools are turns/'s, calls of
-the environment rolecall/environment/client.py's. Bounds: sessions of the groups in hand, each closed when its episode
-ends, however it does.
+An episode that the environment lost is begun again in its place, up to max_attempts and within the time of the first,
+and then fails its group; one whose environment is away goes back with its group. Neither is a trajectory. A group
+samples nothing before all its sessions are open, and goes back when they cannot be: nobody holds places and waits for
+more. What happens in an episode is turns/stepped.py's, or harness/runs.py's where the environment's own agent runs it;
+calls of the environment are rolecall/environment/client.py's. Bounds: sessions of the groups in hand, each closed when
+its episode ends, however it does.
 """
 
 import asyncio
@@ -18,21 +18,13 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from rolecall.data.continuation import ChatMessage, Continuation
-from rolecall.data.images.files import media_type, parts
+from rolecall.data.continuation import Continuation
+from rolecall.data.images.files import media_type
 from rolecall.data.images.prompts import PromptEncoder
-from rolecall.data.images.tokens import run_lengths
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.environment.answers import CONTINUES, roles_of
 from rolecall.environment.checks import run_problem
 from rolecall.environment.client import EnvironmentClient, EpisodeSession, open_environment
-from rolecall.errors import (
-    ConfigError,
-    EnvironmentAwayError,
-    EpisodeLostError,
-    InvalidInputError,
-    PromptTooLongError,
-)
+from rolecall.errors import ConfigError, EnvironmentAwayError, EpisodeLostError
 from rolecall.settings import RunSettings
 from rolecall.store.prompts import Claim
 from rolecall.telemetry import Metrics, export
@@ -42,12 +34,12 @@ from services.rollout.harness.runs import AgentRuns, RunLimits
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
 from services.rollout.single_turn import SingleTurns
-from services.rollout.trajectories import group_requests, prompt_token_ids
+from services.rollout.trajectories import group_requests
 from services.rollout.turns.observations import Observations
 from services.rollout.turns.prompts import PromptThread
-from services.rollout.turns.shown import NUM_OPENED, ShownImage, chat_message, files_of, opened, showing
-from services.rollout.turns.tool_calls import Heard, SessionCalls, ToolCalls, ToolSchema, tool_schemas
-from services.rollout.turns.tree import Tree, Turn, TurnPrompt
+from services.rollout.turns.shown import NUM_OPENED, files_of
+from services.rollout.turns.stepped import FirstTurn, SteppedEpisodes, TurnLimits
+from services.rollout.turns.tool_calls import ToolCalls
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -93,23 +85,11 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _First:
-    """The beginning of an episode that the rollout steps."""
-
-    prompt: TurnPrompt
-    """What its first turn is sampled from."""
-    tools: Sequence[ToolSchema]
-    """The tools that the first prompt shows."""
-    calls: SessionCalls | None
-    """Reads its calls of tools; None: it has no tools, or the run no parser."""
-
-
-@dataclass(frozen=True)
 class _Begun:
     """An episode whose session is open."""
 
     session: EpisodeSession
-    first: _First | None
+    first: FirstTurn | None
     """None: the environment's own agent runs it."""
     began_at: float
     ends_at: float
@@ -138,28 +118,17 @@ class Episodes:
         `prompts`. `problem`: what keeps the run from an environment that says this of itself, by the run's template.
         """
         self._settings = settings
-        self._replica = replica
         self._environment = environment
-        self._tokenizer = tokenizer
-        self._tool_calls = tool_calls
         self._continuation = Continuation(tokenizer, visual_tokens=prompts.visual_tokens)
         """Answers what the template can do, on the event loop."""
-        self._prompts = prompts
-        self._visual_tokens = prompts.visual_tokens if settings.max_image_bytes else None
-        """The tokens of images that the environment may show; None: it may show none."""
-        self._open = asyncio.Semaphore(NUM_OPENED)
-        self._observations = observations
         self._problem = problem
-        self._runs = AgentRuns(
-            RunLimits(
-                settings.max_prompt_tokens, settings.max_turns, settings.max_row_tokens, settings.max_image_bytes
-            ),
-            replica,
-            tokenizer,
-            tool_calls,
-            endpoint,
-            prompts,
-            self._open,
+        self._prompts = prompts
+        opened = asyncio.Semaphore(NUM_OPENED)
+        bounds = settings.max_prompt_tokens, settings.max_turns, settings.max_row_tokens, settings.max_image_bytes
+        self._runs = AgentRuns(RunLimits(*bounds), replica, tokenizer, tool_calls, endpoint, prompts, opened)
+        limits = TurnLimits(*bounds, settings.max_malformed)
+        self._steps = SteppedEpisodes(
+            limits, replica, environment, tokenizer, tool_calls, prompts, observations, opened
         )
         self._num_lost = 0
         self._opening = asyncio.Lock()
@@ -273,8 +242,10 @@ class Episodes:
                     place.request.seed,
                     shows_images=self._settings.max_image_bytes > 0,
                 )
-                files = self._files(opening.messages)
-                first = None if runs else await self._first(place, opening, files)
+                files = files_of(opening.messages, self._steps.visual_tokens)
+                first = None
+                if not runs:
+                    first = await self._steps.first(place.name, place.prompt, place.request, opening, files)
                 return _Begun(session, first, began_at, ends_at, attempt)
             except EpisodeLostError as error:
                 session.leave()
@@ -287,12 +258,10 @@ class Episodes:
         """A whole episode, of this attempt or a later one."""
         while True:
             try:
+                said, times = place.prompt.messages, {"began_at": begun.began_at, "ends_at": begun.ends_at}
                 if begun.first is None:
-                    said = place.prompt.messages
-                    return await self._runs.play(
-                        place.request, said, begun.session, began_at=begun.began_at, ends_at=begun.ends_at
-                    )
-                return await self._play(place, begun, begun.first)
+                    return await self._runs.play(place.request, said, begun.session, **times)
+                return await self._steps.play(place.request, said, begun.session, begun.first, **times)
             except EpisodeLostError as error:
                 self._may_try(place, begun.attempt + 1, begun.ends_at, error)
             finally:
@@ -313,152 +282,6 @@ class Episodes:
                 f"{error.message}; its time is spent, a share of rollout.generation_timeout_s, and no other is begun "
                 "in its place"
             ) from error
-
-    async def _first(self, place: _Place, opening: environment_pb2.ResetResponse, files: Sequence[bytes]) -> _First:
-        """The first prompt: the row's messages and what the environment said, with the images in `files`, rendered
-        once.
-        """
-        own = _spoken(place.prompt.messages)
-        if place.request.images:
-            own = tuple({**message, "content": parts(message["content"])} for message in own)
-        if sum(map(len, files)) > self._settings.max_image_bytes:
-            raise InvalidInputError(
-                f"the first messages of episode {place.name} show images of more than environment.max_image_bytes "
-                f"{self._settings.max_image_bytes}; raise it, or have the environment show less"
-            )
-        images = (*self._own_images(place), *await self._opened(files))
-        messages = (*own, *map(chat_message, opening.messages))
-        tools = tool_schemas(opening.tools)
-        calls = self._tool_calls.of_session(tools) if self._tool_calls is not None and tools else None
-        image_tokens = [image.num_tokens for image in images]
-        rendered = partial(self._prompts.continuation.opening, messages, tools, len(own), image_tokens)
-        try:
-            with showing(messages[len(own) :]):
-                ids = await self._prompts.run(rendered)
-        except PromptTooLongError as error:
-            raise PromptTooLongError(f"the first prompt of episode {place.name}: {error.message}") from error
-        if len(ids) > self._settings.max_prompt_tokens:
-            raise PromptTooLongError(
-                f"the first prompt of episode {place.name} has {len(ids)} tokens, data.max_prompt_tokens is "
-                f"{self._settings.max_prompt_tokens}; raise it, or have the environment say less"
-            )
-        self._replica.require_room(ids, f"episode {place.name}")
-        longest = min(len(ids) + place.request.sampling.max_tokens, self._replica.info.max_model_tokens)
-        return _First(TurnPrompt(None, messages, ids, longest, "first", images), tools, calls)
-
-    def _own_images(self, place: _Place) -> Iterable[ShownImage]:
-        """The images that the row shows."""
-        tokens, files = self._prompts.visual_tokens, place.request.images
-        if not files or tokens is None:
-            return ()
-        # a prompt that was in flight at a checkpoint may have the tokens of the environment's images, too
-        lengths = run_lengths(prompt_token_ids(place.prompt), tokens.token_id)[: len(files)]
-        return map(ShownImage, files, lengths)
-
-    def _files(self, messages: Iterable[environment_pb2.Observation]) -> Sequence[bytes]:
-        """The files of the images that the environment's messages show. EpisodeLostError where the run shows none."""
-        files = files_of(messages)
-        if files and self._visual_tokens is None:
-            raise EpisodeLostError(
-                "the environment answered an image, and this run shows none of it: set environment.max_image_bytes, "
-                "for a model that sees images, or have it answer text"
-            )
-        return files
-
-    async def _opened(self, files: Sequence[bytes]) -> tuple[ShownImage, ...]:
-        """The images in `files` of the environment. EpisodeLostError when one cannot be shown."""
-        if not files or self._visual_tokens is None:
-            return ()
-        async with self._open:  # bounded: by generation_timeout_s of whoever asks, as what is inside
-            return await asyncio.to_thread(opened, files, self._visual_tokens)
-
-    async def _play(self, place: _Place, begun: _Begun, first: _First) -> tuple[SampleRequest, Response]:
-        """Turns until the episode is over or a budget is spent."""
-        own = len(place.prompt.messages)
-        tree = Tree(place.request, self._prompts.continuation, self._settings.max_row_tokens, own)
-        prompt, shown, num_malformed = first.prompt, first.prompt.messages, 0
-
-        def ended(ended_by: str, reward: trajectory_pb2.EpisodeReward | None) -> tuple[SampleRequest, Response]:
-            return tree.ended(
-                ended_by,
-                reward,
-                turn_rewards=self._environment.spec.turn_rewards,
-                row_messages=place.prompt.messages,
-                generation_s=time.monotonic() - begun.began_at,
-            )
-
-        while True:
-            turn, calls = await self._turn(tree, prompt, first)
-            files: Sequence[bytes] = ()
-            if calls.problem:
-                num_malformed += 1
-                heard: Sequence[ChatMessage] = [{"role": self._tool_role, "content": calls.problem}]
-            else:
-                num_malformed = 0
-                answer = await begun.session.step(turn.text, is_cut=turn.is_cut, tool_calls=calls.calls)
-                files = self._files(answer.messages)
-                if answer.state != CONTINUES:
-                    over = "terminated" if answer.state == environment_pb2.EPISODE_STATE_TERMINATED else "truncated"
-                    return ended(over, answer.reward if answer.HasField("reward") else None)
-                if answer.HasField("reward"):
-                    turn.reward = answer.reward.value
-                shorten = partial(self._observations.shortened, [*map(chat_message, answer.messages)])
-                heard, num_left_out = await self._prompts.run(shorten)
-                tree.num_cut_observation_tokens += num_left_out
-            told = {"role": "assistant", "content": turn.text}
-            shown = (*shown, turn.told, *heard)
-            spent = self._spent(turn.number, num_malformed)
-            if not spent and files:
-                num_bytes = sum(len(image.file) for image in prompt.images[len(place.request.images) :])
-                spent = self._spent_on_images(num_bytes + sum(map(len, files)), tree, begun)
-            if not spent:
-                images = await self._opened(files)
-                going_on = partial(tree.after, turn, (*prompt.messages, told, *heard), first.tools, shown, images)
-                try:
-                    with showing(shown[own:]):
-                        prompt = await self._prompts.run(going_on)
-                    spent = "" if prompt.room >= 1 else "tokens"
-                except PromptTooLongError:
-                    spent = "tokens"
-            if not spent and time.monotonic() >= begun.ends_at:
-                spent = "time"
-            if spent:
-                return ended(spent, await begun.session.grade())
-
-    async def _turn(self, tree: Tree, prompt: TurnPrompt, first: _First) -> tuple[Turn, Heard]:
-        """Samples a turn, and reads its calls of tools."""
-        number, request = tree.request(prompt, prompt.room)
-        response = await self._replica.sample(request)
-        turn = tree.sampled(number, prompt, response, self._tokenizer.decode(response.sample.token_ids))
-        turn.is_seen = True
-        calls = Heard()
-        if first.calls is not None:
-            calls = first.calls.hear(prompt.token_ids, response.sample.token_ids, is_cut=turn.is_cut)
-        turn.is_malformed, turn.num_tool_calls, turn.calls_told = bool(calls.problem), len(calls.calls), calls.told
-        return turn, calls
-
-    @property
-    def _tool_role(self) -> str:
-        """Role of what the policy is told of a call that cannot be read."""
-        roles = roles_of(self._environment.spec)
-        return "tool" if "tool" in roles else roles[0]
-
-    def _spent(self, num_turns: int, num_malformed: int) -> str:
-        """The budget that leaves no turn after the `num_turns` there were, whatever its prompt; empty while there is
-        none.
-        """
-        if num_malformed >= self._settings.max_malformed:
-            return "malformed"
-        return "turns" if num_turns >= self._settings.max_turns else ""
-
-    def _spent_on_images(self, num_bytes: int, tree: Tree, begun: _Begun) -> str:
-        """The budget that keeps an episode from being shown another image, with which it has `num_bytes` of the
-        environment's; empty while there is none. Behind a placeholder that the policy sampled nobody could tell which
-        one stands for the image. No image is opened that nobody has the time to be shown.
-        """
-        if num_bytes > self._settings.max_image_bytes or tree.is_hidden_behind():
-            return "images"
-        return "time" if time.monotonic() >= begun.ends_at else ""
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -519,8 +342,3 @@ def _task(prompt: trajectory_pb2.Prompt, *, shows_images: bool) -> environment_p
         other_ground_truths=prompt.other_ground_truths,
         images=[environment_pb2.ImagePart(media_type=media_type(file), data=file) for file in files],
     )
-
-
-def _spoken(messages: Iterable[trajectory_pb2.Message]) -> tuple[ChatMessage, ...]:
-    """Messages as chat templates are given them."""
-    return tuple({"role": message.role, "content": message.content} for message in messages)

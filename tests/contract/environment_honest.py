@@ -21,7 +21,7 @@ from rolecall.errors import (
 )
 from rolecall.rpc.server import Server
 from rolecall.rpc.server_calls import ServerCalls
-from rolecall.scoring.scores import component_spec
+from rolecall.scoring.description import component_spec
 from rolecall.settings import RpcSection
 from rolecall.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 from tests.pictures import picture

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 
 from rolecall.errors import InvalidInputError, RoleCallError
-from rolecall.scoring.scores import component_spec
+from rolecall.scoring.description import component_spec
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 from rolecall.wire import encode_tensor
 from tests.contract.liars import Liars

@@ -14,7 +14,7 @@ from rolecall.reward import SERVICE_NAME
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.server import Server
 from rolecall.scoring.client import RewardClient
-from rolecall.scoring.scores import component_spec
+from rolecall.scoring.description import component_spec
 from rolecall.settings import RewardComponent, RpcSection
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 from services.reward.config import RewardSettings

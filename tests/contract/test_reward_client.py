@@ -15,7 +15,8 @@ from rolecall.errors import InvalidInputError, ScorerError, UnavailableError
 from rolecall.reward import SERVICE_NAME
 from rolecall.scoring.breaker import FAILURES_TO_OPEN
 from rolecall.scoring.client import RewardClient
-from rolecall.scoring.scores import Failure, Outcome, Score, component_spec
+from rolecall.scoring.description import component_spec
+from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.settings import FEW_CALLS
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 from rolecall.wire import encode_tensor

@@ -14,7 +14,7 @@ from openai import OpenAI
 from rolecall.columns import IMAGES
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment import Agent, Image, Policy
-from rolecall.scoring.scores import images_of
+from rolecall.scoring.items import images_of
 from rolecall.training.packing.pieces import Piece
 from rolecall.trajectory import SAMPLED_COLUMNS, segment_lengths
 from rolecall.v1 import trajectory_pb2

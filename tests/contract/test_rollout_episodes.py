@@ -21,7 +21,7 @@ from rolecall.environment import Action, Answer, Env, Task
 from rolecall.environment.checks import environment_fits
 from rolecall.environment.client import open_environment
 from rolecall.errors import ConfigError, EpisodeLostError, PromptTooLongError
-from rolecall.scoring.scores import score_item
+from rolecall.scoring.items import score_item
 from rolecall.settings import EnvironmentSection, RpcSection, RunSettings
 from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import rollout_pb2, trajectory_pb2

@@ -15,7 +15,7 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment import Action, Answer, Message
 from rolecall.environment.checks import environment_fits
 from rolecall.errors import ConfigError
-from rolecall.scoring.scores import score_item
+from rolecall.scoring.items import score_item
 from rolecall.settings import RunSettings
 from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import trajectory_pb2

@@ -23,7 +23,8 @@ from rolecall.errors import ScorerError, ScorerUnavailableError, UnavailableErro
 from rolecall.reward import SERVICE_NAME, Scorer, description, new_server, one_by_one
 from rolecall.rpc.server import Server
 from rolecall.scoring.http import HttpCarrier
-from rolecall.scoring.scores import Item, Score, images_of, score_item
+from rolecall.scoring.items import images_of, score_item
+from rolecall.scoring.scores import Item, Score
 from rolecall.settings import ExternalScorer, RpcSection, RunSettings
 from rolecall.settings.data import IMAGE_MARK
 from rolecall.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2

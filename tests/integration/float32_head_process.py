@@ -27,8 +27,8 @@ async def main(config_path: Path) -> None:
     from vllm.inputs.engine import tokens_input
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from services.rollout.engine import engine_args
     from services.rollout.scheduler import logprobs_of
+    from services.rollout.vllm.arguments import engine_args
 
     llm = AsyncLLM.from_engine_args(dataclasses.replace(engine_args(config), load_format="auto"))
     params = SamplingParams(

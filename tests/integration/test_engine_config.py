@@ -11,8 +11,9 @@ from rolecall.settings import RunSettings
 from rolecall.settings.services import PROBE_ROOM
 from rolecall.v1 import trajectory_pb2
 from services.rollout.config import configure
-from services.rollout.engine import engine_args, engine_config, sampling_params
+from services.rollout.engine import sampling_params
 from services.rollout.sampling import SampleRequest
+from services.rollout.vllm.arguments import engine_args, engine_config
 from services.rollout.vllm.image_prompts import NUM_OPENED, ImagePrompts
 from tests.pictures import picture
 from tests.smallest import smallest_tree

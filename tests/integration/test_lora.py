@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rolecall.checkpoint.storage import open_storage
-from rolecall.data.adapter_files import ADAPTER
-from rolecall.data.model_files import with_modules
+from rolecall.data.adapters import ADAPTER, with_modules
 from rolecall.errors import CheckpointMismatchError, ConfigError
 from rolecall.settings import ALL_LINEAR, LoraSection, OptimizerSection
 from rolecall.training.engine import TokenOutputs

@@ -22,7 +22,7 @@ from rolecall.errors import DeadlineError, InvalidInputError, RoleCallError, Sco
 from rolecall.reward import SERVICE_NAME
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring.client import RewardClient
-from rolecall.scoring.scores import component_spec
+from rolecall.scoring.description import component_spec
 from rolecall.settings import RpcSection, RunSettings
 from rolecall.v1 import reward_pb2, training_pb2
 from rolecall.v1.trajectory_pb2 import CommittedGroup

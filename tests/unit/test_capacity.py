@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rolecall.commands.capacity import check_capacity, host_memory_bytes
-from rolecall.commands.footprint import memory_and_disk
+from rolecall.commands.check.capacity import check_capacity, host_memory_bytes
+from rolecall.commands.check.footprint import memory_and_disk
 from rolecall.data.model_files import ModelFacts, read_model
 from rolecall.data.shift_plan import (
     CONTEXT_BYTES,

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from rolecall.commands.explain import explain
+from rolecall.commands.check.explain import explain
 from rolecall.settings import AdvantageSection, PolicyLossSection, RunSettings, load_settings
 from tests.twins.launched import write_light_config
 

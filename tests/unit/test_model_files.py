@@ -16,7 +16,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from rolecall.commands.check import find_problems, require
-from rolecall.data.model_files import CPU_BLOCK_TOKENS, CPU_HEAD_DIMS, num_adapter_parameters, read_model, with_modules
+from rolecall.data.adapters import num_adapter_parameters, with_modules
+from rolecall.data.engine_limits import CPU_BLOCK_TOKENS, CPU_HEAD_DIMS
+from rolecall.data.model_files import read_model
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, load_settings
 from tests.tiny_tokenizer import write_tokenizer

@@ -8,20 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.errors import ScorerError
+from rolecall.scoring.description import component_spec, problem_of, spec_problem
+from rolecall.scoring.evaluate import evaluate
 from rolecall.scoring.exchange import believed, cut, only
-from rolecall.scoring.scores import (
-    Failure,
-    Item,
-    Outcome,
-    Score,
-    chunked,
-    component_spec,
-    decode_reward,
-    evaluate,
-    problem_of,
-    score_item,
-    spec_problem,
-)
+from rolecall.scoring.items import chunked, score_item
+from rolecall.scoring.scores import Failure, Item, Outcome, Score, decode_reward
 from rolecall.v1 import reward_pb2, trajectory_pb2
 from rolecall.wire import Array, decode_tensor, encode_tensor
 from services.reward.compose import compose, compose_spec

@@ -18,7 +18,7 @@ from services.rollout.config import configure, start_environment
 from tests.smallest import smallest_tree
 
 TWO_LAYERS = {"max_position_embeddings": 128, "eos_token_id": 7, "num_hidden_layers": 2}
-ENGINE = importlib.util.find_spec("services.rollout.engine")
+ARGUMENTS = importlib.util.find_spec("services.rollout.vllm.arguments")
 
 
 def settings(
@@ -296,9 +296,9 @@ def test_attention_is_split_evenly_or_the_setting_is_named(tmp_path: Path) -> No
 
 def test_whatever_a_replica_sets_itself_is_refused() -> None:
     """What engine_args gives vLLM could be overwritten otherwise."""
-    assert ENGINE is not None
-    assert ENGINE.origin is not None
-    source = ast.parse(Path(ENGINE.origin).read_text())
+    assert ARGUMENTS is not None
+    assert ARGUMENTS.origin is not None
+    source = ast.parse(Path(ARGUMENTS.origin).read_text())
     (made,) = [
         node
         for node in ast.walk(source)

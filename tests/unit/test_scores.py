@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolecall.scoring.scores import Item, Score, component_spec, evaluate_many
+from rolecall.scoring.description import component_spec
+from rolecall.scoring.evaluate import evaluate_many
+from rolecall.scoring.scores import Item, Score
 from rolecall.v1 import reward_pb2
 
 SPEC = reward_pb2.DescribeResponse(name="f", reward=component_spec("", 0, 1))

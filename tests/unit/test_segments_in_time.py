@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rolecall.algorithms.advantages import ScoredBatch, estimate
 from rolecall.data.continuation import Continuation
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.scoring.scores import score_item
+from rolecall.scoring.items import score_item
 from rolecall.settings import GaeAdvantage
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array, decode_tensor

@@ -16,7 +16,7 @@ from rolecall.environment.answers import (
     turn_reward_problem,
 )
 from rolecall.errors import InvalidInputError
-from rolecall.scoring.scores import components_problem, value_problem
+from rolecall.scoring.description import components_problem, value_problem
 from rolecall.v1 import environment_pb2, reward_pb2, trajectory_pb2
 
 _STATES = (CONTINUES, *OVER)

@@ -52,14 +52,13 @@ class PolicyEndpoint:
 
     def __init__(self) -> None:
         self._scripts: dict[str, Script] = {}
-        self._server: ThreadingHTTPServer | None = None
+        self._server: _PolicyServer | None = None
         self.base_url = ""
         """URL for clients, once it listens."""
 
     def start(self) -> None:
         """Listens, in a thread."""
-        server = self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self._scripts))
-        server.daemon_threads = True
+        server = self._server = _PolicyServer(self._scripts)
         self.base_url = f"http://127.0.0.1:{server.server_address[1]}/v1"
         Thread(target=lambda: server.serve_forever(LOOK_S), name="policy", daemon=True).start()
 
@@ -80,69 +79,76 @@ class PolicyEndpoint:
             self._server.server_close()
 
 
-def _handler(scripts: Mapping[str, Script]) -> type[BaseHTTPRequestHandler]:
-    numbers = itertools.count(1)
-    lock = Lock()
+class _PolicyServer(ThreadingHTTPServer):
+    """The endpoint's server, with what its threads share."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def __init__(self, scripts: Mapping[str, Script]) -> None:
+        super().__init__(("127.0.0.1", 0), _Calls)
+        self.scripts = scripts
+        self.numbers = itertools.count(1)
+        self.lock = Lock()
 
-        def log_message(self, format: str, *arguments: Any) -> None:
-            """Says nothing: a report tells what was seen."""
 
-        def do_GET(self) -> None:
-            listed = {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "kit"}]}
-            self._tell(*((200, listed) if self.path.endswith("/models") else _refused(404)))
+class _Calls(BaseHTTPRequestHandler):
+    """A connection to the endpoint."""
 
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            script = scripts.get(self.headers.get("Authorization", "").removeprefix("Bearer ").strip())
-            if script is None or not self.path.endswith("/chat/completions"):
-                self._tell(*_refused(401 if script is None else 404))
-                return
-            with lock:
-                script.num_asked += 1
-            script.going.wait(HELD_S)
-            with lock:
-                status = script.status or (403 if script.num_answered == script.max_calls else 200)
-                text = script.texts[script.num_answered % len(script.texts)]
-                script.num_answered += status == 200
-            if status != 200:
-                self._tell(*_refused(status))
-            elif json.loads(body).get("stream"):
-                self._stream(text)
-            else:
-                said = {"role": "assistant", "content": text}
-                choice = {"index": 0, "message": said, "finish_reason": "stop"}
-                usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-                self._tell(200, {**self._head("chat.completion"), "choices": [choice], "usage": usage})
+    server: _PolicyServer
+    protocol_version = "HTTP/1.1"
 
-        def _head(self, kind: str) -> dict[str, Any]:
-            return {"id": f"chatcmpl-{next(numbers)}", "object": kind, "created": 0, "model": MODEL}
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Says nothing: a report tells what was seen."""
 
-        def _stream(self, text: str) -> None:
-            head = self._head("chat.completion.chunk")
-            deltas: list[tuple[dict[str, Any], str | None]]
-            deltas = [({"role": "assistant", "content": ""}, None), ({"content": text}, None), ({}, "stop")]
-            choices = [{"index": 0, "delta": delta, "finish_reason": reason} for delta, reason in deltas]
-            lines = [json.dumps({**head, "choices": [choice]}) for choice in choices]
-            self._send(200, "text/event-stream", "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]))
+    def do_GET(self) -> None:
+        listed = {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "kit"}]}
+        self._tell(*((200, listed) if self.path.endswith("/models") else _refused(404)))
 
-        def _tell(self, status: int, value: Any) -> None:
-            self._send(status, "application/json", json.dumps(value))
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        script = self.server.scripts.get(self.headers.get("Authorization", "").removeprefix("Bearer ").strip())
+        if script is None or not self.path.endswith("/chat/completions"):
+            self._tell(*_refused(401 if script is None else 404))
+            return
+        with self.server.lock:
+            script.num_asked += 1
+        script.going.wait(HELD_S)
+        with self.server.lock:
+            status = script.status or (403 if script.num_answered == script.max_calls else 200)
+            text = script.texts[script.num_answered % len(script.texts)]
+            script.num_answered += status == 200
+        if status != 200:
+            self._tell(*_refused(status))
+        elif json.loads(body).get("stream"):
+            self._stream(text)
+        else:
+            said = {"role": "assistant", "content": text}
+            choice = {"index": 0, "message": said, "finish_reason": "stop"}
+            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+            self._tell(200, {**self._head("chat.completion"), "choices": [choice], "usage": usage})
 
-        def _send(self, status: int, kind: str, text: str) -> None:
-            body = text.encode()
-            try:
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-            except ConnectionError:  # its client left
-                self.close_connection = True
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": f"chatcmpl-{next(self.server.numbers)}", "object": kind, "created": 0, "model": MODEL}
 
-    return Handler
+    def _stream(self, text: str) -> None:
+        head = self._head("chat.completion.chunk")
+        deltas: list[tuple[dict[str, Any], str | None]]
+        deltas = [({"role": "assistant", "content": ""}, None), ({"content": text}, None), ({}, "stop")]
+        choices = [{"index": 0, "delta": delta, "finish_reason": reason} for delta, reason in deltas]
+        lines = [json.dumps({**head, "choices": [choice]}) for choice in choices]
+        self._send(200, "text/event-stream", "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]))
+
+    def _tell(self, status: int, value: Any) -> None:
+        self._send(status, "application/json", json.dumps(value))
+
+    def _send(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
+        try:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+        except ConnectionError:  # its client left
+            self.close_connection = True
 
 
 def _refused(status: int) -> tuple[int, dict[str, Any]]:

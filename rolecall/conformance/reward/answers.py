@@ -5,7 +5,8 @@ import re
 from rolecall.conformance.check import Contract, Verdict, passed, skipped, unless
 from rolecall.conformance.reward.contract import ANSWERS, CONTRACT
 from rolecall.conformance.reward.session import Items, RewardSession
-from rolecall.scoring.scores import MAX_CODE_CHARS, components_problem, token_rewards_problem, value_problem
+from rolecall.scoring.description import components_problem, token_rewards_problem, value_problem
+from rolecall.scoring.scores import MAX_CODE_CHARS
 from rolecall.v1 import reward_pb2
 
 _CODE = re.compile(rf"[A-Z][A-Z0-9_]{{0,{MAX_CODE_CHARS - 1}}}")

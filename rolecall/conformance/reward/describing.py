@@ -6,7 +6,8 @@ from rolecall.conformance.check import Verdict, failed, passed, unless
 from rolecall.conformance.reward.contract import CONTRACT
 from rolecall.conformance.reward.sameness import NEEDS, difference
 from rolecall.conformance.reward.session import RewardSession
-from rolecall.scoring.scores import ALL_FIELDS, spec_problem
+from rolecall.scoring.description import spec_problem
+from rolecall.scoring.scores import ALL_FIELDS
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 
 NUM_ASKED = 8

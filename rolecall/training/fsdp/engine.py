@@ -26,7 +26,7 @@ from transformers import PretrainedConfig
 
 from rolecall.checkpoint.storage import Storage
 from rolecall.columns import TOPK_IDS
-from rolecall.data.adapter_files import check_start
+from rolecall.data.adapters import check_start
 from rolecall.data.mixture import read_mixture
 from rolecall.data.model_files import check_parallel
 from rolecall.errors import ConfigError
@@ -40,7 +40,7 @@ from rolecall.training.fsdp.load import load_model
 from rolecall.training.fsdp.optimizer import Optimizer
 from rolecall.training.fsdp.shards import Shards
 from rolecall.training.model.activation_offload import ActivationOffload, Copies
-from rolecall.training.model.attention import TracedAttention, plan_attention
+from rolecall.training.model.attention import PackedPlan, TracedAttention, plan_attention
 from rolecall.training.model.box import local_part, whole
 from rolecall.training.model.compiled import compile_layers, compiling
 from rolecall.training.model.conversion import Conversion
@@ -49,6 +49,7 @@ from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.model.lora import adapters_off, add_adapters, base_digest, check_names, is_adapter, peft_name
 from rolecall.training.model.packed_model import PackedModel, PolicyModel, build_model, layers
 from rolecall.training.model.parameters import ParameterFiles
+from rolecall.training.model.prefixes import SharedPrefixes
 from rolecall.training.model.router_replay import check_followed, follow_routes
 from rolecall.training.model.tensor_parallel import split_tensors
 from rolecall.training.objective.routing import Routers
@@ -115,12 +116,7 @@ class FsdpEngine:
         self.config: PretrainedConfig = self._model.hf.config
         self._conversion = Conversion(self._model.hf)
         self._num_parameters = sum(p.numel() for p in self._model.parameters())
-        self._base = None
-        if options.lora is not None:
-            add_adapters(self._model, options.lora, options.lora_setting)
-            base = ModelFiles(options.path)
-            check_names(self._model.hf, base, self._conversion, options.lora_setting)
-            self._base = base_digest(base, options.lora)
+        self._base = self._add_adapters()
         if not trained:
             self._model.requires_grad_(False)
         self._routers = Routers(self._model.hf) if options.routers else None
@@ -138,13 +134,28 @@ class FsdpEngine:
         self._activations = (
             ActivationOffload(layers(self._model), Copies(device)) if options.activation_offload else None
         )
-        with self._memory.phase("load"):
-            start = options.lora.start if options.lora is not None else None
-            files = ParameterFiles(self._model, options.path, options.seed, start, options.lora_setting)
-            load_model(self._model, files, device=device, progressed=progressed)
+        self._read_parameters()
         self._model.train(trained)
         if options.optimizer is not None:
             self._optimizer = Optimizer(self._model, options.optimizer)
+
+    def _add_adapters(self) -> str | None:
+        """Adds adapters where they are trained, and returns the digest of what they stand beside; else None."""
+        lora, setting = self._options.lora, self._options.lora_setting
+        if lora is None:
+            return None
+        add_adapters(self._model, lora, setting)
+        base = ModelFiles(self._options.path)
+        check_names(self._model.hf, base, self._conversion, setting)
+        return base_digest(base, lora)
+
+    def _read_parameters(self) -> None:
+        """Reads the parameters, this rank's parts of them."""
+        options = self._options
+        with self._memory.phase("load"):
+            start = options.lora.start if options.lora is not None else None
+            files = ParameterFiles(self._model, options.path, options.seed, start, options.lora_setting)
+            load_model(self._model, files, device=self.device, progressed=self._progressed)
 
     @property
     def num_parameters(self) -> int:
@@ -324,16 +335,7 @@ class FsdpEngine:
         mb = microbatch if microbatch.lengths else stand_in(self.device)
         # its runs are cut from the tokens of whole sequences
         prefixes = mb.prefixes if self.layout.sequence is None else None
-        packed = plan_attention(
-            mb.lengths,
-            mb.cu_seqlens,
-            self.dtype,
-            self.layout.sequence,
-            prefixes,
-            self.flops.head_size,
-            plain=plain,
-            recurrent=self._model.is_recurrent,
-        )
+        packed = self._planned(mb, prefixes, plain)
         routes = None
         if self._mixture is not None and not base:
             routes = begin_routes(mb, packed, self._mixture)
@@ -371,6 +373,19 @@ class FsdpEngine:
         if routes.num_differing_n is None:
             return with_record(outputs, routes.record(self._mixture), mb, packed)
         return with_rerouted(outputs, routes.num_differing_n / len(routes.chosen), mb, packed)
+
+    def _planned(self, mb: Microbatch, prefixes: SharedPrefixes | None, plain: bool) -> PackedPlan:
+        """The attention of a pass over `mb`."""
+        return plan_attention(
+            mb.lengths,
+            mb.cu_seqlens,
+            self.dtype,
+            self.layout.sequence,
+            prefixes,
+            self.flops.head_size,
+            plain=plain,
+            recurrent=self._model.is_recurrent,
+        )
 
     def _count(self, microbatch: Microbatch, num_saved: int) -> None:
         """Counts the FLOPs of a pass over `microbatch`, of whose tokens `num_saved` were not computed."""

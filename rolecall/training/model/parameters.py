@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rolecall.data.adapter_files import ADAPTER
+from rolecall.data.adapters import ADAPTER
 from rolecall.errors import ConfigError
 from rolecall.training.model.box import Box
 from rolecall.training.model.conversion import Conversion

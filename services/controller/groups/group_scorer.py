@@ -32,7 +32,8 @@ from rolecall.errors import (
 )
 from rolecall.rpc.options import MAX_GROUP_BYTES
 from rolecall.scoring.client import RewardClient
-from rolecall.scoring.scores import Failure, Outcome, Score, images_of, num_shown_in, score_item
+from rolecall.scoring.items import images_of, num_shown_in, score_item
+from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.settings import RunSettings
 from rolecall.store.rows import Rows
 from rolecall.trajectory import is_truncated, rows_of

@@ -91,7 +91,6 @@ def prepare(
     where those are masked.
     """
     algorithm, state = settings.algorithm, state or AdaptiveState.start(settings.algorithm)
-    refs = [ref for group in groups for ref in group.rows]
     truncated = [bool(flag) for group in groups for flag in group.truncated_G]
     masks = [row["response_mask"] for row in rows]
     loss_masks = [trained_mask(algorithm.shaping, mask, cut) for mask, cut in zip(masks, truncated, strict=True)]
@@ -120,11 +119,26 @@ def prepare(
     if result.returns_N is not None and settings.critic is not None:
         for column, returns in zip(columns, batch.rows(result.returns_N), strict=True):
             column["returns"] = returns
-    train_batch = trajectory_pb2.TrainBatch(
+    train_batch = _train_batch(settings, step, groups, rows, state, statistics)
+    train_batch.tokens.extend(_tokens(groups, masks, loss_masks))
+    train_batch.digest = _digest(train_batch, rows, raw_B, columns)
+    return train_batch, columns
+
+
+def _train_batch(
+    settings: RunSettings,
+    step: int,
+    groups: Sequence[ScoredGroup],
+    rows: Sequence[Mapping[str, Array]],
+    state: AdaptiveState,
+    statistics: trajectory_pb2.BatchStatistics,
+) -> trajectory_pb2.TrainBatch:
+    """The batch by its rows, and how it is trained on; without its counts of tokens and its digest."""
+    return trajectory_pb2.TrainBatch(
         step=step,
-        rows=refs,
+        rows=[ref for group in groups for ref in group.rows],
         gids=[group.gid for group in groups],
-        coefficients=control.coefficients(algorithm, state.control),
+        coefficients=control.coefficients(settings.algorithm, state.control),
         statistics=statistics,
         critic_only=settings.critic is not None and step < settings.critic.warmup_steps,
         columns=[
@@ -132,11 +146,8 @@ def prepare(
             for column in settings.columns
             if column.name not in OPTIONAL_COLUMNS or all(column.name in row for row in rows)
         ],
+        greedy_rows=[group.greedy.row for group in groups if group.greedy is not None],
     )
-    train_batch.tokens.extend(_tokens(groups, masks, loss_masks))
-    train_batch.greedy_rows.extend(group.greedy.row for group in groups if group.greedy is not None)
-    train_batch.digest = _digest(train_batch, rows, raw_B, columns)
-    return train_batch, columns
 
 
 def _tokens(

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rolecall.errors import AbstainedError, RoleCallError, ScorerError
+from rolecall.scoring.description import component_spec
 from rolecall.scoring.json_server import JsonServer
-from rolecall.scoring.scores import TEXT_FIELDS, Item, component_spec
+from rolecall.scoring.scores import TEXT_FIELDS, Item
 from rolecall.v1 import reward_pb2
 
 MAX_ITEMS = 64

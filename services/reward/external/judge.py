@@ -19,8 +19,10 @@ from jinja2 import TemplateError
 
 from rolecall.data.images.files import media_type
 from rolecall.errors import BadGroundTruthError, InvalidInputError, RoleCallError
+from rolecall.scoring.description import component_spec
+from rolecall.scoring.items import groups_of
 from rolecall.scoring.json_server import JsonServer
-from rolecall.scoring.scores import Item, component_spec, groups_of
+from rolecall.scoring.scores import Item
 from rolecall.settings import Rubric
 from rolecall.settings.rubric import FIRST, MARKS, SECOND, TIE, templates
 from rolecall.telemetry.scorers import ScorerMeter

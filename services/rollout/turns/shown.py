@@ -33,9 +33,17 @@ def chat_message(message: environment_pb2.Observation) -> ChatMessage:
     return {"role": message.role, "content": [part for part in content if part.get("text") != ""]}
 
 
-def files_of(messages: Iterable[environment_pb2.Observation]) -> list[bytes]:
-    """The files of the images that the messages show, in order."""
-    return [part.image.data for message in messages for part in message.parts if part.HasField("image")]
+def files_of(messages: Iterable[environment_pb2.Observation], tokens: VisualTokens | None) -> list[bytes]:
+    """The files of the images that an environment's messages show, in order. EpisodeLostError where there are some and
+    `tokens`, those of images that it may show, is None.
+    """
+    files = [part.image.data for message in messages for part in message.parts if part.HasField("image")]
+    if files and tokens is None:
+        raise EpisodeLostError(
+            "the environment answered an image, and this run shows none of it: set environment.max_image_bytes, "
+            "for a model that sees images, or have it answer text"
+        )
+    return files
 
 
 def measured(files: Iterable[bytes], tokens: VisualTokens) -> tuple[ShownImage, ...]:

@@ -1,1 +1,1 @@
-"""Parts of engine.py: what of vLLM's engine takes more than a call."""
+"""Parts of engine.py: its arguments, and what of vLLM's engine takes more than a call."""

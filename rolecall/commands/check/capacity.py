@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolecall.commands.preflight import NOTE
-from rolecall.data.model_files import ModelFacts, max_model_tokens, num_cached_per_token
+from rolecall.commands.check.preflight import NOTE
+from rolecall.data.engine_limits import num_cached_per_token
+from rolecall.data.model_files import ModelFacts, max_model_tokens
 from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_parameters
 from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts, received_bytes, trains_nothing
 from rolecall.errors import ConfigError

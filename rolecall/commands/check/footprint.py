@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rolecall.checkpoint.storage import DiskStorage, open_storage
-from rolecall.commands.capacity import in_bytes
+from rolecall.commands.check.capacity import in_bytes
 from rolecall.data.dataset import RawPrompt
 from rolecall.data.images.tokens import require_visual_tokens
 from rolecall.data.model_files import ModelFacts, sees_images
@@ -44,6 +44,18 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             f"  adapters: {actor.trained / 1e6:,.2f}M parameters are trained, published and kept; the base stays as "
             "it is"
         )
+    yield from _critic(settings, facts)
+    if settings.shows_images and sees_images(settings.model.path):
+        yield _pixels(settings, size)
+    for name, section in settings.references.items():
+        parts = section.num_shards if settings.actor.backend == "fsdp" else _num_parts(section)
+        held = reference_parameters(settings, name, facts).frozen * size
+        yield f"  reference {name} {in_bytes(held / parts)} per rank x {section.num_ranks}"
+    yield from _rollouts(settings, facts, weights)
+    yield from _disk(settings, facts)
+
+
+def _critic(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     if settings.critic is not None and (optimizer := settings.critic_optimizer):
         critic = critic_parameters(settings, facts)
         valuing = _trained_per_rank(settings, settings.critic, critic)
@@ -54,12 +66,10 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
                 f"    its adapters: {critic.trained / 1e6:,.2f}M parameters and the value head are trained and kept; "
                 "the base stays as it is"
             )
-    if settings.shows_images and sees_images(settings.model.path):
-        yield _pixels(settings, size)
-    for name, section in settings.references.items():
-        parts = section.num_shards if settings.actor.backend == "fsdp" else _num_parts(section)
-        held = reference_parameters(settings, name, facts).frozen * size
-        yield f"  reference {name} {in_bytes(held / parts)} per rank x {section.num_ranks}"
+
+
+def _rollouts(settings: RunSettings, facts: ModelFacts, weights: float) -> Iterator[str]:
+    """Yields lines on what a rollout of a model of `weights` bytes takes, at a publish, too."""
     rollout, num_workers = settings.rollout, settings.rollout.workers_per_replica
     cache = rollout.cache_bytes
     kept = (
@@ -86,7 +96,6 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             f"    a publish takes {in_bytes(received_bytes(settings, facts))} of each GPU for the largest layer, as it "
             f"arrives and in place, beside three buckets{left}"
         )
-    yield from _disk(settings, facts)
 
 
 def _pixels(settings: RunSettings, size: int) -> str:

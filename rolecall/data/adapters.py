@@ -1,14 +1,15 @@
-"""An adapter in peft's format, as far as JSON and a safetensors header tell: whether it is one that `actor.lora` or
-`critic.lora` can begin with. No torch.
+"""Adapters as far as JSON and safetensors headers tell: which matrices of a model get one, how large they are, and
+whether a folder in peft's format is what `actor.lora` or `critic.lora` can begin with. No torch.
 """
 
 import math
+import re
 from pathlib import Path
 
 from rolecall.data.json_text import parse_json
-from rolecall.data.model_files import num_adapter_parameters, tensor_shapes, with_modules
+from rolecall.data.model_files import EXPERTS, TOWER, model_shapes, tensor_shapes, text_config
 from rolecall.errors import ConfigError
-from rolecall.settings import LoraSection
+from rolecall.settings import ALL_LINEAR, LoraSection
 
 ADAPTER = "adapter_model.safetensors"
 """File of an adapter's tensors in a directory of peft's format."""
@@ -25,6 +26,13 @@ _PLAIN = (
 
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of peft's ways to begin an adapter that subtract it from the base weights, or quantize them."""
+
+_IN_BLOCK = re.compile(r"\.(\d+)\.")
+"""Part of the name of every tensor in a transformer block: its number."""
+_NOT_ALL_LINEAR = frozenset({"gate", "shared_expert_gate", "router", "kv_b_proj"})
+"""Parts of the names of a block's matrices to which all-linear gives no adapter: routers, and latent attention's
+kv_b_proj, which vLLM multiplies into others as it loads a model, so that it would decode without the adapter.
+"""
 
 
 def check_start(section: LoraSection, model: Path, setting: str = "actor.lora") -> None:
@@ -73,3 +81,58 @@ def check_start(section: LoraSection, model: Path, setting: str = "actor.lora") 
             f"{where} has {size:,} numbers, and adapters beside {model} have {expected:,}; name the adapter of this "
             "model"
         )
+
+
+def num_adapter_parameters(path: Path, section: LoraSection, setting: str = "actor.lora") -> int:
+    """Elements of the adapters that `section`, which `setting` names, gives the model at `path`. ConfigError names a
+    module that the model lacks.
+    """
+    matrices = _matrices(path, setting)
+    own = {_module(name) for name in matrices}
+    modules = with_modules(section, path, setting).target_modules
+    unknown = sorted(set(modules) - own)
+    if unknown:
+        raise ConfigError(
+            f"{setting}.target_modules: the model {path} has no {', '.join(unknown)}; its matrices are called "
+            f"{', '.join(sorted(own))}"
+        )
+    return sum(section.rank * sum(shape) for name, shape in matrices.items() if _module(name) in modules)
+
+
+def with_modules(section: LoraSection, path: Path, setting: str = "actor.lora") -> LoraSection:
+    """`section`, which `setting` names, with the names that all-linear stands for in the model at `path`. ConfigError
+    where it stands for none.
+    """
+    if section.target_modules != ALL_LINEAR:
+        return section
+    inside = [
+        name
+        for name in _matrices(path, setting)
+        if _IN_BLOCK.search(name) and name.endswith(".weight") and _NOT_ALL_LINEAR.isdisjoint(name.split("."))
+    ]
+    if not inside:
+        raise ConfigError(
+            f"{setting}.target_modules {ALL_LINEAR}: the model {path} has no matrix in its blocks that may have an "
+            "adapter; use another model"
+        )
+    return section.model_copy(update={"target_modules": tuple(sorted(set(map(_module, inside))))})
+
+
+def _matrices(path: Path, setting: str) -> dict[str, list[int]]:
+    """The shapes of the model's matrices that are neither an expert's nor a vision tower's, by name. Blocks after the
+    last one, which predict further tokens, are not the model's.
+    """
+    num_layers = text_config(path, setting).get("num_hidden_layers")
+    end = num_layers if isinstance(num_layers, int) else math.inf
+    return {
+        name: shape
+        for name, shape in model_shapes(path, f"{setting}: the model").items()
+        if len(shape) == 2
+        and EXPERTS not in name
+        and not TOWER.match(name)
+        and not ((block := _IN_BLOCK.search(name)) and int(block[1]) >= end)
+    }
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]

@@ -33,6 +33,15 @@ def check_devices(settings: "RunSettings") -> bool:
     return bool(shared)
 
 
+def check_num_replicas(settings: "RunSettings") -> None:
+    """ValueError where rollouts on GPUs of this machine are not as many as their lists of GPUs."""
+    if settings.rollout.local_devices and len(settings.rollout.devices) != settings.rollout.num_replicas:
+        raise ValueError(
+            f"rollout.devices has {len(settings.rollout.devices)} entries, rollout.num_replicas is "
+            f"{settings.rollout.num_replicas}; make them equal"
+        )
+
+
 def _rollouts(settings: "RunSettings") -> dict[int, str]:
     """Rollout by GPU."""
     owners: dict[int, str] = {}

@@ -1,0 +1,118 @@
+"""The prompts of a run in lines of `rolecall check`: what their files hold, and how long they are."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rolecall.commands.check.capacity import in_bytes
+from rolecall.commands.check.footprint import store
+from rolecall.commands.check.preflight import NOTE
+from rolecall.data.dataset import RawPrompt, load_prompts
+from rolecall.data.images.prompts import PromptEncoder
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.settings import RunSettings
+
+MAX_MEASURED_PROMPTS = 2000
+"""Prompts of a file that are rendered and counted; the controller looks at every one when its turn comes."""
+
+
+def all_prompts(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[Iterator[str]]:
+    """Yields lines on each file of prompts, and on what follows from those of data.train. ConfigError."""
+    train: list[RawPrompt] = []
+    yield _prompts(settings, tokenizer, "data.train", settings.data.train, "", train)
+    yield _epochs(settings, train)
+    yield store(settings, train)
+    yield _unused_evaluation(settings)
+    for name, section in settings.evaluation.sets.items():
+        times = ["at step 0"] if settings.evaluation.at_start else []
+        times += [f"every {settings.evaluation.every_steps} steps"] if settings.evaluation.every_steps else []
+        when = " and ".join(filter(None, (", ".join(times), "at the end")))
+        about = f", {section.num_responses} response(s) at temperature {section.temperature}, {when}"
+        if settings.evaluation.beside:
+            about += ", beside the next step, whose publish waits"
+        yield _prompts(settings, tokenizer, f"evaluation.sets.{name}.path", section.path, about, [])
+
+
+def _unused_evaluation(settings: RunSettings) -> Iterator[str]:
+    section = settings.evaluation
+    asked = {"every_steps": section.every_steps > 0, "beside": section.beside, "at_start": not section.at_start}
+    named = ", ".join(f"evaluation.{name}" for name, is_set in asked.items() if is_set)
+    if named and not section.sets:
+        yield f"{NOTE} {named}: there are no evaluation.sets, so that nothing is evaluated; add one"
+
+
+def _prompts(
+    settings: RunSettings,
+    tokenizer: ChatTokenizer | None,
+    setting: str,
+    files: Path | tuple[Path, ...],
+    about: str,
+    read: list[RawPrompt],
+) -> Iterator[str]:
+    """Every row is read, into `read`; the first ones are measured, and more only while none fits."""
+    prompts = load_prompts(
+        files, settings.data, settings.reward, settings.algorithm.distillation if files == settings.data.train else None
+    )
+    read += prompts
+    names = str(files) if isinstance(files, Path) else ", ".join(map(str, files))
+    own = settings.data.preprocess
+    through = "" if own is None else f" through data.preprocess.function {own.name}"
+    yield f"{setting}: {names}, {len(prompts)} prompts{through}{about}"
+    if tokenizer is not None:
+        yield from _measured(settings, tokenizer, setting, names, prompts)
+
+
+def _measured(
+    settings: RunSettings, tokenizer: ChatTokenizer, setting: str, names: str, prompts: list[RawPrompt]
+) -> Iterator[str]:
+    """The lengths of the first prompts of the files `names`, rendered."""
+    encoder = PromptEncoder.of(settings, tokenizer)
+    first: RawPrompt | None = None
+    bound, lengths, shown, unshown = settings.data.max_prompt_tokens, list[int](), list[int](), list[str]()
+    for prompt in prompts:
+        if len(lengths) + len(unshown) >= MAX_MEASURED_PROMPTS and min(lengths, default=bound + 1) <= bound:
+            break
+        try:
+            ids, _ = encoder.encode(prompt)
+        except InvalidInputError as error:
+            unshown.append(error.message)
+            continue
+        first = first or prompt
+        lengths.append(len(ids))
+        shown += [ids.count(encoder.visual_tokens.token_id)] if encoder.visual_tokens is not None else []
+    if unshown:
+        yield (
+            f"{NOTE} {setting}: of the first {len(lengths) + len(unshown)} prompts {len(unshown)} cannot be shown and "
+            f"will be left out; the first: {unshown[0]}"
+        )
+    if first is None:
+        raise ConfigError(f"{setting}: none of the {len(unshown)} prompts of {names} can be shown; {unshown[0]}")
+    too_long = sum(length > bound for length in lengths)
+    yield f"  the first is {lengths[0]} tokens as rendered: {tokenizer.render(first.chat)!r}"
+    yield (
+        f"  of the first {len(lengths)}, the longest has {max(lengths)} tokens; {too_long} exceed "
+        f"data.max_prompt_tokens {bound} and will be left out"
+    )
+    if shown:
+        num_images = sum(len(prompt.images) for prompt in prompts[: len(lengths) + len(unshown)])
+        most = max(prompt.image_bytes for prompt in prompts)
+        yield (
+            f"  they show {num_images} images (data.images_field), those of one prompt up to {max(shown)} of its "
+            f"tokens and {in_bytes(most)}"
+        )
+    if too_long == len(lengths):
+        raise ConfigError(
+            f"{setting}: all {too_long} prompts of {names} have more tokens than data.max_prompt_tokens {bound}, the "
+            f"shortest {min(lengths)}; "
+            "raise it or shorten the prompts"
+        )
+
+
+def _epochs(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
+    """How often the run goes through the training prompts; nothing where they could not be read."""
+    steps, groups = settings.run.total_steps, settings.algorithm.groups_per_batch
+    if prompts and steps:
+        yield (
+            f"  {steps} steps of {groups} groups are {steps * groups / len(prompts):.4g} epochs of these prompts, more "
+            "where groups are dropped or prompts are left out"
+        )

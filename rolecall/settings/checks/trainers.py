@@ -1,0 +1,48 @@
+"""The trainers by what they are asked to compute: layouts, columns of the loss, weights that travel."""
+
+from typing import TYPE_CHECKING
+
+from rolecall.columns import Plugin, reference_column
+from rolecall.settings.algorithm.losses import CustomLoss
+from rolecall.settings.trainers import check_backend, check_dtype
+
+if TYPE_CHECKING:
+    from rolecall.settings.run import RunSettings
+
+
+def check_deltas(settings: "RunSettings") -> None:
+    """ValueError where weights.deltas is set for adapters."""
+    if settings.weights.deltas and settings.actor.lora is not None:
+        raise ValueError(
+            "weights.deltas: adapters are small and all of them change, so they travel whole; leave weights.deltas "
+            "or actor.lora out"
+        )
+
+
+def check_layouts(settings: "RunSettings") -> None:
+    """ValueError where the training back end does not have what a trainer asks of it."""
+    check_dtype(settings.actor, settings.model.dtype)
+    if settings.critic is not None:
+        check_backend(settings.actor, settings.critic.parallel, "critic.parallel")
+        if settings.critic.lora is not None and settings.actor.backend == "megatron":
+            raise ValueError("critic.lora is not there with actor.backend megatron; leave it out, or use backend fsdp")
+        if settings.critic.optimizer.kind != "adamw" and settings.actor.backend == "megatron":
+            raise ValueError(
+                f"critic.optimizer.kind {settings.critic.optimizer.kind} is not there with actor.backend megatron; set "
+                "adamw, or use backend fsdp"
+            )
+    for name, section in settings.references.items():
+        check_backend(settings.actor, section.parallel, f"references.{name}.parallel")
+
+
+def check_loss(settings: "RunSettings") -> None:
+    """ValueError where a loss of the user reads columns that no row of the run has."""
+    loss, kl = settings.algorithm.policy_loss, settings.algorithm.kl
+    if isinstance(loss, CustomLoss):
+        there = {column.name for column in settings.columns if Plugin.LOSS in column.plugins}
+        there |= {reference_column(kl.reference)} if kl is not None else set()
+        absent = sorted(set(loss.columns) - there)
+        if absent:
+            raise ValueError(
+                f"algorithm.policy_loss.columns {absent} are not in the rows of this run; there are {sorted(there)}"
+            )
