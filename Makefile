@@ -8,7 +8,7 @@ PART ?= 1
 ACCEPTANCE ?= build/gpu-acceptance
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-languages test-learning test-megatron test-mesh test-vision chaos gpu-acceptance gpu-wheels check proto clean compose images test-deploy
+.PHONY: help setup quickstart test test-all test-languages test-learning test-megatron test-mesh test-vision chaos gpu-acceptance gpu-wheels check proto clean compose images test-deploy test-cluster
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -62,6 +62,10 @@ compose: images ## Train the sort-digits example in containers, one a role, to i
 
 test-deploy: images ## Pass the tests of deploy/ on a real container engine: to the end, kills, scaling, down and up, mistakes
 	@eval "$$(tools/engine.sh)" && $(BIN)/python -m pytest -s -m "engine or not engine" tests/deploy
+
+test-cluster: setup ## Run what `rolecall manifests` writes on the Kubernetes cluster of CONTEXT, a kubectl context: to the end, the loss of each pod, two nodes. It needs JobSet, a default storage class and, on its nodes, the images of `make images` and debian:bookworm-slim (25 minutes)
+	@test -n "$(CONTEXT)" || { echo "make test-cluster: name the cluster: CONTEXT=, one of \`kubectl config get-contexts\`" >&2; exit 2; }
+	@CONTEXT=$(CONTEXT) $(BIN)/python -m pytest -s -m cluster tests/deploy
 
 gpu-acceptance: setup ## What one GPU must show, PART=1 to 6 of nine minutes each (DRY=1 on CPUs); the table goes to ACCEPTANCE=build/gpu-acceptance
 	@$(BIN)/python -m tools.gpu_acceptance --part $(PART) --out $(ACCEPTANCE) $(if $(DRY),--dry)
