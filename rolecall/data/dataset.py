@@ -179,7 +179,10 @@ def read_rows(path: Path, setting: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number from 1, fields) of each row of the file that `setting` names. ConfigError."""
     if not path.is_file():
         state = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigError(f"the dataset {path} {state}; give {setting} a .jsonl or .parquet file")
+        raise ConfigError(
+            f"the dataset {path} {state}; give {setting} a .jsonl or .parquet file (of a hub's set, "
+            "`hf download ORGANISATION/NAME --repo-type dataset --local-dir FOLDER` brings its files)"
+        )
     kind = path.suffix.lower()
     if kind in _OTHERS:
         raise ConfigError(

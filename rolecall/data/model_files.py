@@ -258,6 +258,11 @@ def _text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json(path: Path, setting: str = "model.path") -> dict[str, Any]:
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"{setting} must be a Hugging Face model directory, and there is no {path.parent}; of a model on the hub, "
+            f"`hf download ORGANISATION/NAME --local-dir {path.parent}` makes one"
+        )
     try:
         tree = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

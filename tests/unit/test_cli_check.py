@@ -140,7 +140,7 @@ def test_moments_that_wait_on_the_host_are_told(config: Path) -> None:
         ("data.max_prompt_tokens=4", "all 1 prompts"),
         ("sampling.max_tokens=2000", "exceed the model's 2048"),
         ("store.binary=nowhere/valkey", "store.binary 'nowhere/valkey' is not an executable file; give the path"),
-        ("model.path=elsewhere", "must be a Hugging Face model directory"),
+        ("model.path=elsewhere", "`hf download ORGANISATION/NAME --local-dir"),
         ("store.max_bytes=1000", "store.max_bytes 1000"),
         ("actor={devices: [7], address: null}", "GPU 7"),
         ("algorithm.advantage={kind: custom, function: 'mine:f'}", "there is no module 'mine'"),

@@ -171,10 +171,8 @@ def test_a_model_directory_that_lacks_something_is_named_with_what_to_do(
 
 
 def test_a_directory_that_is_not_there_is_told_once(config: Path) -> None:
-    told = problems(config, "model.path=/elsewhere")
-    assert told[0].startswith("cannot read /elsewhere/config.json: [Errno 2] No such file or directory")
-    assert told[1].startswith("model.path /elsewhere has no tokenizer.json")
-    assert len(told) == 2
+    (told,) = problems(config, "model.path=/elsewhere")
+    assert told.startswith("model.path must be a Hugging Face model directory, and there is no /elsewhere; ")
 
 
 @pytest.mark.parametrize("sizes", [{"head_dim": 16}, {"head_dim": None, "hidden_size": 64, "num_attention_heads": 4}])

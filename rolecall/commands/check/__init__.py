@@ -72,6 +72,8 @@ def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
             found[name] = read()
         except RoleCallError as error:
             problems.append(error.message)
+        if not model.path.is_dir():
+            break  # said once
     facts: ModelFacts | None = found.get("facts")
     tokenizer: ChatTokenizer | None = found.get("tokenizer")
     sections = [
