@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from rolecall.manifests import environment
-from rolecall.manifests.completed import PORT, RANKS_PORT
+from rolecall.manifests.completed import PORT, RANKS_PORT, nodes_of
 from rolecall.manifests.environment import place_of
 from rolecall.manifests.render import comment, dump_all
 from rolecall.rpc.callers import Caller, rules
-from rolecall.settings import RunSettings
+from rolecall.settings import RunSettings, TrainerSection
 
 COMPONENT = "app.kubernetes.io/component"
 PEOPLE = (Caller.OPERATOR.value, Caller.VIEWER.value)
 STORE_PORT = 6379
-_NAMES = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}]
-_DNS = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
+_NODE_LOCAL = "169.254.20.10/32"
+"""Where NodeLocal DNSCache answers, from a pod with the node's network, which no selector of pods is sure to match."""
 
 
 def callers_by_role(roles: Iterable[str]) -> dict[str, set[str]]:
@@ -41,7 +41,8 @@ def network_policies(settings: RunSettings, roles: list[str]) -> str:
     weights = [_port(first, last)]
     ranks = [_port(RANKS_PORT), *weights]
     place = place_of(settings)
-    policies = [_policy("deny-all", {}, [], [(_NAMES, _DNS)])]
+    policies = [_policy("deny-all", {}, [], _resolvers())]
+    apart = _roles_on_several_nodes(settings)
     for role in (*roles, *PEOPLE):
         opens = [(_peers([other for other in roles if role in callers[other]]), [_port(PORT)])]
         takes = [(_peers(sorted(callers.get(role, ()))), [_port(PORT)])]
@@ -52,7 +53,7 @@ def network_policies(settings: RunSettings, roles: list[str]) -> str:
             others = _peers(["rollout" if role == "actor" else "actor", *(["rollout"] if role == "rollout" else [])])
             opens.append((others, weights))
             takes.append((others, weights))
-        if role in ("actor", "critic", "reference"):
+        if role in apart:
             opens.append((_peers([role]), ranks))
             takes.append((_peers([role]), ranks))
         if role == "rollout" and place is not None:
@@ -73,12 +74,28 @@ def network_policies(settings: RunSettings, roles: list[str]) -> str:
         )
     head = comment(
         "Who may connect to whom: the table of who may call what (proto/rolecall/v1), the store, the weight channel "
-        "between actor and rollouts, the ranks of a trainer among themselves, and the environment, where there is one. "
-        "Names are looked up in kube-system. "
+        "between actor and rollouts, the nodes of a trainer among themselves, and the environment, where there is one. "
+        "Names are looked up in kube-system, at NodeLocal DNSCache and in OpenShift's openshift-dns. "
         "Scorers elsewhere, trackers, collectors and object stores need an egress rule of your own, in an overlay. A "
         "pod of people's carries app.kubernetes.io/component: operator or viewer; `kubectl port-forward` needs none."
     )
     return head + dump_all(policies)
+
+
+def _roles_on_several_nodes(settings: RunSettings) -> set[str]:
+    sections: list[tuple[str, TrainerSection | None]] = [("actor", settings.actor), ("critic", settings.critic)]
+    sections += [("reference", section) for section in settings.references.values()]
+    return {role for role, section in sections if section is not None and nodes_of(section) > 1}
+
+
+def _resolvers() -> list[Any]:
+    """Where names are looked up: CoreDNS, the cache of a node, and OpenShift, whose policies see the port of pods."""
+    coredns, openshift = (
+        [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}]
+        for name in ("kube-system", "openshift-dns")
+    )
+    dns, of_pods = ([{"port": port, "protocol": protocol} for protocol in ("UDP", "TCP")] for port in (53, 5353))
+    return [([*coredns, {"ipBlock": {"cidr": _NODE_LOCAL}}], dns), (openshift, of_pods)]
 
 
 def _policy(name: str, selected: dict[str, str], takes: list[Any], opens: list[Any]) -> dict[str, Any]:

@@ -375,11 +375,15 @@ def test_the_store_the_weights_and_the_ranks_are_opened_to_those_that_use_them()
             (role, peer) for role in ("actor", "reference", "rollout", "reward", "controller")
             for peer in peers(policies[role], "ingress", "from", ports)
         }  # fmt: skip
-        ranks = {("actor", "actor"), ("reference", "reference")}
+        ranks = {("actor", "actor")}  # on two nodes; the reference is on one
         channel = {("actor", "rollout"), ("rollout", "actor"), ("rollout", "rollout")}
         assert between == (ranks | channel if ports == 28400 else ranks)
     assert policies["deny-all"]["spec"]["podSelector"] == {}
     assert policies["deny-all"]["spec"]["ingress"] == []
+    names, of_openshift = policies["deny-all"]["spec"]["egress"]
+    assert {port["port"] for port in names["ports"]} == {53}
+    assert {"ipBlock": {"cidr": "169.254.20.10/32"}} in names["to"], "a cache on the node is no pod to every network"
+    assert {port["port"] for port in of_openshift["ports"]} == {5353}, "decided after the service's 53 became this"
 
 
 def test_linkerd_lets_the_store_the_weights_and_the_ranks_pass_by() -> None:
