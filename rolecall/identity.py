@@ -5,8 +5,10 @@ FIXED and FIXED_OF_SFT are the tables of them; every other setting may change (d
 resume"). Of files the contents count, not the path.
 """
 
+import errno
 import hashlib
 import json
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from typing import Any
 from rolecall.checkpoint.manifest import RUN_ID, Committed, RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.config_file import read_tree
-from rolecall.disk import replace_text
+from rolecall.disk import reading, replace_text
 from rolecall.errors import ConfigError, NotFoundError
 from rolecall.settings import LoraSection, PluginSection, RunSettings, SftSettings
 
@@ -194,7 +196,7 @@ def settle(settings: RunSettings | SftSettings) -> None:
     """
     directory = settings.run.dir
     table = FIXED if isinstance(settings, RunSettings) else FIXED_OF_SFT
-    now = {fixed.setting: fixed.value(settings) for fixed in table}
+    now = {fixed.setting: _value_now(fixed, settings) for fixed in table}
     config = directory / "config.yaml"
     written = _in_tree(read_tree(config) if config.is_file() else {}, table)
     given = _in_tree(settings.model_dump(mode="json"), table)
@@ -222,6 +224,13 @@ def settle(settings: RunSettings | SftSettings) -> None:
         keeps[RUN_ID] = (newest.run_id if newest else "") or secrets.token_hex(8)
     if keeps != in_dir:
         replace_text(directory / FILE, json.dumps(keeps, indent=1) + "\n")
+
+
+def _value_now(fixed: Fixed, settings: RunSettings | SftSettings) -> Any:
+    try:
+        return fixed.value(settings)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{fixed.setting}: there is no file {error.filename} on this machine; give one") from error
 
 
 def _in_tree(tree: Any, table: tuple[Fixed, ...]) -> dict[str, Any]:
@@ -264,12 +273,14 @@ def _of_files(paths: tuple[Path, ...]) -> str | list[str]:
 
 
 def _of_file(path: Path) -> str:
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _of_model(folder: Path) -> str:
     files = [file for pattern in _MODEL_FILES for file in sorted(folder.glob(pattern))]
+    if not files:  # nothing must be kept that the model, once it is there, would be another than
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / _MODEL_FILES[0]))
     return hashlib.sha256(json.dumps([(file.name, _of_large_file(file)) for file in files]).encode()).hexdigest()
 
 
@@ -279,7 +290,7 @@ def _of_large_file(path: Path) -> str:
     """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         for part in range(_NUM_PARTS):
             file.seek(part * max(0, size - _PART_BYTES) // (_NUM_PARTS - 1))
             digest.update(file.read(_PART_BYTES))

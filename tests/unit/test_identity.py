@@ -42,6 +42,22 @@ def test_a_run_goes_on_with_the_same(begin: MakeSettings) -> None:
 
 
 @pytest.mark.parametrize(
+    ("setting", "place", "file"),
+    [("data.train", "train.jsonl", "train.jsonl"), ("model.path", "model", "model/config.json")],
+)
+def test_what_is_not_there_yet_is_named_with_its_setting_and_nothing_is_kept(
+    begin: MakeSettings, tmp_path: Path, setting: str, place: str, file: str
+) -> None:
+    settings = begin(run={"name": "test", "num_steps": 1, "dir": str(tmp_path / "late")})
+    (tmp_path / "late").mkdir()
+    (tmp_path / place).rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=rf"{setting}: there is no file {tmp_path / file} on this machine"):
+        settle(settings)
+    (tmp_path / "moved").rename(tmp_path / place)
+    settle(settings)
+
+
+@pytest.mark.parametrize(
     ("setting", "changed"),
     [
         ("run.name", {"run": {"name": "other", "num_steps": 1}}),
