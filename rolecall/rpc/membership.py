@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -123,6 +124,7 @@ class Membership:
         self._ctl = 0
         self._heard = False
         self._stopping = threading.Event()
+        self._leaves = False
         self._channel: grpc.Channel | None = None
         self._thread = threading.Thread(target=self._live, name="membership", daemon=True)
         self._loop = asyncio.get_running_loop()
@@ -158,6 +160,16 @@ class Membership:
         if self.failed.done():
             self.failed.result()
 
+    async def leave(self) -> None:
+        """Tells the controller that this worker ends on purpose and holds nothing any more, and ends the heartbeats. A
+        controller that is away is not waited for: it finds out by the silence. Safe to repeat.
+        """
+        self._leaves = True
+        self._stopping.set()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, _MAX_CALL_S)
+        self.stop()
+
     def stop(self) -> None:
         """Ends the heartbeats, one under way included. Blocks on nothing, safe to repeat."""
         self._stopping.set()
@@ -172,6 +184,9 @@ class Membership:
                 self._tell(self._joined.set)
                 while not self._stopping.wait(period_s):
                     period_s = self._beat(period_s)
+                if self._leaves:
+                    with suppress(RoleCallError):
+                        self._send_beat(leaving=True)
             finally:
                 self._channel.close()
         except Exception as error:  # entry point of the thread: whatever ends it must end the role
@@ -228,22 +243,11 @@ class Membership:
             return response.heartbeat_s or self._settings.controller.heartbeat_s
 
     def _beat(self, period_s: float) -> float:
-        beat = self._newest().unary_unary(
-            _SERVICE + "Heartbeat",
-            controller_pb2.HeartbeatRequest.SerializeToString,
-            controller_pb2.HeartbeatResponse.FromString,
-        )
-        request = controller_pb2.HeartbeatRequest(
-            worker=self._request.worker,
-            incarnation=self._request.incarnation,
-            progress=self._progress,
-            phase=self.phase,
-            busy=self.busy or not self._loop_turned,
-        )
+        busy = self.busy or not self._loop_turned
         self._loop_turned = False
         self._tell(self._turned)
         try:
-            answer = self._call(beat, request, "Heartbeat")
+            answer = self._send_beat(busy=busy)
             self._ctl = answer.ctl
         except UnknownWorkerError:
             logger.info("joining again: the controller at %s does not know this worker", self._target)
@@ -263,6 +267,22 @@ class Membership:
             self._stopping.set()
             self._tell(self._end)
         return period_s
+
+    def _send_beat(self, *, busy: bool = False, leaving: bool = False) -> controller_pb2.HeartbeatResponse:
+        beat = self._newest().unary_unary(
+            _SERVICE + "Heartbeat",
+            controller_pb2.HeartbeatRequest.SerializeToString,
+            controller_pb2.HeartbeatResponse.FromString,
+        )
+        request = controller_pb2.HeartbeatRequest(
+            worker=self._request.worker,
+            incarnation=self._request.incarnation,
+            progress=self._progress,
+            phase=self.phase,
+            busy=busy,
+            leaving=leaving,
+        )
+        return self._call(beat, request, "Heartbeat")
 
     def _call(self, method: Callable[..., _T], request: Any, name: str) -> _T:
         timeout_s = min(_MAX_CALL_S, self._settings.controller.lease_s)

@@ -202,6 +202,7 @@ class HeartbeatRequest(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     BUSY_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """As in JoinRequest."""
     incarnation: _builtins.str
@@ -212,6 +213,8 @@ class HeartbeatRequest(_message.Message):
     """What it is doing, for people: "generating", "idle", "loading weights"..."""
     busy: _builtins.bool
     """Whether it has work in hand: only then must progress move."""
+    leaving: _builtins.bool
+    """Whether this is its last: it was asked to end, and has given back what it held. It is a member no more, and is not counted as lost."""
     def __init__(
         self,
         *,
@@ -220,10 +223,11 @@ class HeartbeatRequest(_message.Message):
         progress: _builtins.int = ...,
         phase: _builtins.str = ...,
         busy: _builtins.bool = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "incarnation", b"incarnation", "phase", b"phase", "progress", b"progress", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "incarnation", b"incarnation", "leaving", b"leaving", "phase", b"phase", "progress", b"progress", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -65,6 +65,8 @@ async def serve_reward(args: ServiceArgs) -> None:
         await server.set_serving(True)
         logger.info("reward serves %s on %s", ", ".join(reward.components), address)
         await serve(server, failed=failed)
+        if membership is not None:
+            await membership.leave()
     finally:
         if membership is not None:
             membership.stop()

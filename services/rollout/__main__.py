@@ -108,6 +108,7 @@ async def _serve(
     failed = asyncio.ensure_future(_first_failure(membership.failed, *parts))
     try:
         await serve(server, drain=drain, failed=failed, grace_s=GRACE_S)
+        await membership.leave()
     finally:
         failed.cancel()
         membership.stop()

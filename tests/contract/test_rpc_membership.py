@@ -118,6 +118,22 @@ async def test_heartbeats_carry_progress_and_phase(peer: Peer, make_settings: Ma
         await until(lambda: any(beat.progress == 2 and beat.phase == "generating" for beat in peer.beats))
 
 
+async def test_a_worker_that_leaves_says_so_last(peer: Peer, make_settings: MakeSettings) -> None:
+    async with serving(peer) as (_, address), started(make_settings(controller={"address": address})) as member:
+        await member.joined()
+        await until(lambda: peer.beats)
+        await member.leave()
+        assert [beat.leaving for beat in peer.beats].index(True) == len(peer.beats) - 1
+        await member.leave()
+
+
+async def test_a_worker_leaves_without_a_controller_that_is_away(peer: Peer, make_settings: MakeSettings) -> None:
+    async with serving(peer) as (server, address), started(make_settings(controller={"address": address})) as member:
+        await member.joined()
+        await server.drain(0.0)
+        await asyncio.wait_for(member.leave(), TIMEOUT_S)
+
+
 async def test_a_worker_that_the_controller_does_not_know_joins_again(peer: Peer, make_settings: MakeSettings) -> None:
     async with serving(peer) as (_, address), started(make_settings(controller={"address": address})) as member:
         await member.joined()

@@ -191,6 +191,30 @@ async def test_a_zombie_does_not_take_its_successors_place(fleet: Fleet) -> None
     fleet.heartbeat(says("b"))
 
 
+async def test_a_worker_that_leaves_is_not_lost_and_what_it_still_held_goes_to_others_at_once(
+    fleet: Fleet, store: StoreUnderTest
+) -> None:
+    store.admit(1)
+    assert len(store.attested("rollout-0.a").claim(1)) == 1
+    fleet.join(request("a"))
+    fleet.heartbeat(says("a", leaving=True))
+    assert fleet.statuses() == []
+    assert fleet.is_lost("rollout-0") == ""
+    await asyncio.wait_for(fleet.settled(), 30)
+    assert store.ledger.counts().queued == 1
+    fleet.join(request("b"))
+    assert [status.incarnation for status in fleet.statuses()] == ["b"]
+
+
+async def test_a_trainer_that_leaves_is_told_at_once(fleet: Fleet) -> None:
+    waiting = asyncio.create_task(fleet.trainer_lost())
+    fleet.join(request("a", controller_pb2.ROLE_ACTOR))
+    await asyncio.sleep(0.05)
+    fleet.heartbeat(says("a", leaving=True))
+    with pytest.raises(WorkerLostError, match=r"rollout-0.a is lost: it has left"):
+        await asyncio.wait_for(waiting, 30)
+
+
 class Clock:
     """A clock that stands still until it is moved, and counts who looks at it."""
 

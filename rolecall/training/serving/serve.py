@@ -123,6 +123,7 @@ async def serve_role(
     try:
         await serve(server, drain=drain, failed=failed, grace_s=DRAIN_S)
         over = not stop_requested().is_set()
+        await membership.leave()
     finally:
         membership.stop()
         await calls.close(over)

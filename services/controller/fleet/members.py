@@ -1,9 +1,9 @@
 """The fleet: which workers joined, which are alive, and what happens to the rest.
 
-Owns membership. A worker that is given up (liveness.py says when) or replaced by its next incarnation is expelled from
-the store: its attestation is revoked and its claims go to others. An incarnation that hung, or that was replaced, is
-refused for ever: a zombie that wakes up ends instead of taking its successor's place. publisher.py brings new weights
-to the rollouts.
+Owns membership. A worker that leaves, is given up (liveness.py says when) or replaced by its next incarnation is
+expelled from the store: its attestation is revoked and its claims go to others. An incarnation that hung, or that was
+replaced, is refused for ever: a zombie that wakes up ends instead of taking its successor's place. publisher.py brings
+new weights to the rollouts.
 """
 
 import asyncio
@@ -128,14 +128,17 @@ class Fleet:
         return None if known is None else known.join.role
 
     def heartbeat(self, request: controller_pb2.HeartbeatRequest) -> None:
-        """Notes a sign of life. UnknownWorkerError when the worker must join again, WorkerLostError when it must
-        end.
+        """Notes a sign of life, or the last one of a worker that leaves. UnknownWorkerError when it must join again,
+        WorkerLostError when it must end.
         """
         self._refuse_if_given_up(f"{request.worker}.{request.incarnation}")
         worker = self._workers.get(request.worker)
         if worker is None or worker.join.incarnation != request.incarnation:
             raise UnknownWorkerError(f"{request.worker}.{request.incarnation} is not a member; join again")
         worker.heard(request, self._clock())
+        if request.leaving:
+            logger.info("%s has left", worker.consumer)
+            self._expect_no_more(worker, "it has left the run")
 
     def _member(self, request: controller_pb2.JoinRequest) -> Worker:
         now, hang_s = self._clock(), self._hang_s(request)
@@ -287,7 +290,9 @@ class Fleet:
 
     def _error_of(self, worker: Worker) -> WorkerLostError:
         name = worker.join.worker
-        reason = self.is_lost(name) or self._refused.get(worker.consumer) or "it was away and has joined again"
+        reason = (
+            self.is_lost(name) or self._refused.get(worker.consumer) or "it has left, or was away and has joined again"
+        )
         return WorkerLostError(f"{worker.consumer} is lost: {reason}", worker=worker.consumer)
 
     # --- giving up --------------------------------------------------------------------------------
@@ -319,11 +324,14 @@ class Fleet:
     def give_up(self, worker: Worker, loss: Loss) -> None:
         """Ends a membership."""
         logger.warning("%s is given up: %s", worker.consumer, loss.reason)
-        del self._workers[worker.join.worker]
         _remember(self._lost, worker.join.worker, Lost(worker, loss))
         if loss.is_final:
             self._refuse(worker.consumer, loss.reason)
-        self._to_expel.append((worker, loss.reason))
+        self._expect_no_more(worker, loss.reason)
+
+    def _expect_no_more(self, worker: Worker, reason: str) -> None:
+        del self._workers[worker.join.worker]
+        self._to_expel.append((worker, reason))
         self._changed.set()
 
     def _replace(self, worker: Worker, request: controller_pb2.JoinRequest) -> None:
