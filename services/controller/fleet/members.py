@@ -1,8 +1,8 @@
 """The fleet: which workers joined, which are alive, and what happens to the rest.
 
 Owns membership. A worker that leaves, is given up (liveness.py says when) or replaced by its next incarnation is
-expelled from the store: its attestation is revoked and its claims go to others. An incarnation that hung, or that was
-replaced, is refused for ever: a zombie that wakes up ends instead of taking its successor's place. publisher.py brings
+expelled from the store: its attestation is revoked and its claims go to others. An incarnation that left, hung or was
+replaced is refused for ever: a zombie that wakes up ends instead of taking its successor's place. publisher.py brings
 new weights to the rollouts.
 """
 
@@ -138,7 +138,8 @@ class Fleet:
         worker.heard(request, self._clock())
         if request.leaving:
             logger.info("%s has left", worker.consumer)
-            self._expect_no_more(worker, "it has left the run")
+            self._refuse(worker.consumer, "it has left")
+            self._expect_no_more(worker, "it has left")
 
     def _member(self, request: controller_pb2.JoinRequest) -> Worker:
         now, hang_s = self._clock(), self._hang_s(request)
@@ -290,9 +291,7 @@ class Fleet:
 
     def _error_of(self, worker: Worker) -> WorkerLostError:
         name = worker.join.worker
-        reason = (
-            self.is_lost(name) or self._refused.get(worker.consumer) or "it has left, or was away and has joined again"
-        )
+        reason = self.is_lost(name) or self._refused.get(worker.consumer) or "it was away and has joined again"
         return WorkerLostError(f"{worker.consumer} is lost: {reason}", worker=worker.consumer)
 
     # --- giving up --------------------------------------------------------------------------------

@@ -136,12 +136,8 @@ class PolicyPublisher:
                     return await self._attempt(members, self._publish_once(step, members))
             except AttemptFailed as failed:
                 causes = str(failed)
-                logger.warning(
-                    "publish of step %d failed, trying again without %s: %s",
-                    step,
-                    sorted(failed.culprits) or "anyone less",
-                    failed,
-                )
+                again = f"without {sorted(failed.culprits)}" if failed.culprits else "with the same"
+                logger.warning("publish of step %d failed, trying again %s: %s", step, again, failed)
                 excluded |= failed.culprits
                 num_failed += not failed.is_death
             except TimeoutError as error:
