@@ -69,7 +69,13 @@ class AgentRuns:
         """
         await self.endpoint.start()
         own = self._limits
-        limits = Limits(own.max_prompt_tokens, own.max_calls, own.max_row_tokens, own.max_image_bytes, ends_at)
+        limits = Limits(
+            max_prompt_tokens=own.max_prompt_tokens,
+            max_calls=own.max_calls,
+            max_row_tokens=own.max_row_tokens,
+            max_image_bytes=own.max_image_bytes,
+            ends_at=ends_at,
+        )
         attempt = Attempt(first, limits, self._replica, self._tokenizer, self._prompts, self._tool_calls, self._opening)
         key, failed = self.endpoint.open(attempt)
         asked = environment_pb2.RunEpisodeRequest(

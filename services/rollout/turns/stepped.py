@@ -33,10 +33,14 @@ class TurnLimits:
     """The part of the run's settings that turns need."""
 
     max_prompt_tokens: int
+    """Longest first prompt: the row's messages and what the environment says first."""
     max_turns: int
     max_row_tokens: int
+    """Most tokens of an episode's segments together."""
     max_image_bytes: int
+    """Most bytes of the images that the environment shows in an episode; 0: it shows none."""
     max_malformed: int
+    """Turns in a row whose calls of tools cannot be read, with which an episode ends."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,9 @@ class SteppedEpisodes:
         files: Sequence[bytes],
     ) -> FirstTurn:
         """The beginning of the episode `name`: the row's messages and what the environment said, with the images in
-        `files`, rendered once. PromptTooLongError, InvalidInputError.
+        `files`, rendered once. PromptTooLongError when that leaves no room for a response or is longer than
+        max_prompt_tokens, InvalidInputError when it cannot be rendered, is empty or shows too many bytes of images,
+        EpisodeLostError when the environment's images or tools cannot be shown.
         """
         own = _spoken(prompt.messages)
         if request.images:
