@@ -123,7 +123,7 @@ class Episodes:
         """Answers what the template can do, on the event loop."""
         self._problem = problem
         self._prompts = prompts
-        opened = asyncio.Semaphore(NUM_OPENED)
+        open_images = asyncio.Semaphore(NUM_OPENED)
         run_limits = RunLimits(
             max_prompt_tokens=settings.max_prompt_tokens,
             max_calls=settings.max_turns,
@@ -137,9 +137,9 @@ class Episodes:
             max_image_bytes=settings.max_image_bytes,
             max_malformed=settings.max_malformed,
         )
-        self._runs = AgentRuns(run_limits, replica, tokenizer, tool_calls, endpoint, prompts, opened)
+        self._runs = AgentRuns(run_limits, replica, tokenizer, tool_calls, endpoint, prompts, open_images)
         self._steps = SteppedEpisodes(
-            turn_limits, replica, environment, tokenizer, tool_calls, prompts, observations, opened
+            turn_limits, replica, environment, tokenizer, tool_calls, prompts, observations, open_images
         )
         self._num_lost = 0
         self._opening = asyncio.Lock()

@@ -67,9 +67,9 @@ class SteppedEpisodes:
         tool_calls: ToolCalls | None,
         prompts: PromptThread,
         observations: Observations,
-        opening: asyncio.Semaphore,
+        open_images: asyncio.Semaphore,
     ) -> None:
-        """`opening`: held while images are open."""
+        """`open_images`: held while images are open."""
         self._limits = limits
         self._replica = replica
         self._environment = environment
@@ -77,7 +77,7 @@ class SteppedEpisodes:
         self._tool_calls = tool_calls
         self._prompts = prompts
         self._observations = observations
-        self._opening = opening
+        self._open_images = open_images
         self.visual_tokens = prompts.visual_tokens if limits.max_image_bytes else None
         """The tokens of images that the environment may show; None: it may show none."""
 
@@ -135,7 +135,7 @@ class SteppedEpisodes:
         """The images in `files` of the environment. EpisodeLostError when one cannot be shown."""
         if not files or self.visual_tokens is None:
             return ()
-        async with self._opening:  # bounded: by generation_timeout_s of whoever asks, as what is inside
+        async with self._open_images:  # bounded: by generation_timeout_s of whoever asks, as what is inside
             return await asyncio.to_thread(opened, files, self.visual_tokens)
 
     async def play(
