@@ -36,11 +36,11 @@ from rolecall.rpc.options import MAX_GROUP_BYTES, MAX_MESSAGE_BYTES, REPLICA_AGE
 from rolecall.rpc.server import Server
 from rolecall.rpc.tls import read_token
 from rolecall.scoring import scores
-from rolecall.scoring.awaited import evaluate_awaited, evaluate_many_awaited
+from rolecall.scoring.awaited import call_async_batch_scorer, call_async_scorer
 from rolecall.scoring.description import component_spec, spec_problem
-from rolecall.scoring.evaluate import evaluate, evaluate_many
 from rolecall.scoring.exchange import is_large
 from rolecall.scoring.items import groups_of
+from rolecall.scoring.results import call_batch_scorer, call_scorer
 from rolecall.scoring.scores import BatchFunction, Failure, Item, Message, Score, ScoreFunction
 from rolecall.settings import RpcSection, TelemetrySection
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
@@ -171,7 +171,7 @@ def one_by_one(function: ScoreFunction, spec: reward_pb2.DescribeResponse) -> Sc
         return _awaited(function, spec)
 
     def share_of(items: Sequence[reward_pb2.ScoreItem], is_over: threading.Event) -> Results:
-        return [evaluate(function, item, spec) for item in items if not is_over.is_set()]
+        return [call_scorer(function, item, spec) for item in items if not is_over.is_set()]
 
     async def score(items: Sequence[reward_pb2.ScoreItem]) -> Results:
         num_each = -(-len(items) // NUM_THREADS)
@@ -193,7 +193,7 @@ def _awaited(function: ScoreFunction, spec: reward_pb2.DescribeResponse) -> Scor
 
     async def one(item: reward_pb2.ScoreItem) -> reward_pb2.ScoreResult:
         async with room:  # bounded: by the deadline of the caller, who may leave
-            return await evaluate_awaited(function, item, spec)
+            return await call_async_scorer(function, item, spec)
 
     async def score(items: Sequence[reward_pb2.ScoreItem]) -> Results:
         return await asyncio.gather(*(one(item) for item in items))
@@ -213,12 +213,12 @@ def all_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse, over
 
     def answers_of(items: Sequence[reward_pb2.ScoreItem], is_over: threading.Event) -> Results:
         if not spec.whole_groups:
-            return evaluate_many(function, items, spec)
+            return call_batch_scorer(function, items, spec)
         return [
             result
             for places in groups_of(items)
             if not is_over.is_set()
-            for result in evaluate_many(function, [items[place] for place in places], spec)
+            for result in call_batch_scorer(function, [items[place] for place in places], spec)
         ]
 
     async def score(items: Sequence[reward_pb2.ScoreItem]) -> Results:
@@ -245,7 +245,7 @@ def _awaited_at_once(function: BatchFunction, spec: reward_pb2.DescribeResponse)
             return [
                 result
                 for places in units
-                for result in await evaluate_many_awaited(function, [items[place] for place in places], spec)
+                for result in await call_async_batch_scorer(function, [items[place] for place in places], spec)
             ]
 
     return score

@@ -1,1 +1,1 @@
-"""The `rolecall` command: one file a verb, and what a configuration means before anything starts."""
+"""The `rolecall` command: one file a verb; `check`, which says what a configuration means, is a folder."""

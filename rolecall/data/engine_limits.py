@@ -1,5 +1,7 @@
 """The limits of vLLM with a run's model on the devices of its rollouts: said before it dies as it starts, or computes
 something else than was asked for.
+
+Owns, too, how much its cache keeps of a token, by which commands/check/capacity.py tells a cache that is too small.
 """
 
 import importlib.util
@@ -10,7 +12,7 @@ from pydantic import JsonValue
 
 from rolecall.data.images.tokens import read_visual_tokens
 from rolecall.data.mixture import check_cpu_routing
-from rolecall.data.model_files import EXPERTS, has_recurrent_layers, tensor_names, text_config
+from rolecall.data.model_files import EXPERTS, QWEN3_5_TEXT, has_recurrent_layers, tensor_names, text_config
 from rolecall.data.shift_plan import check_cpu_sleep
 from rolecall.data.vllm_files import check_engine_arguments
 from rolecall.errors import ConfigError
@@ -20,10 +22,8 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions that vLLM's attention on CPUs takes; with another its engine starts, and dies of the first prompt."""
 CPU_BLOCK_TOKENS = 32
 """Tokens that a cache block on CPUs has a multiple of; with another vLLM loads the model first and refuses it then."""
-CPU_DELTA_RULE_DIMS = (64, 128)
+_CPU_DELTA_RULE_DIMS = (64, 128)
 """Head dimensions, the same of keys and values, that vLLM's gated delta rule takes on CPUs, in bfloat16 alone."""
-_IMPORT_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")
-"""Values of model_type whose code in vLLM imports torchvision, for images that a text model never sees."""
 _ALL_FULL_ATTENTION = (
     "llama",
     "qwen2",
@@ -143,16 +143,17 @@ def _check_cpu_attention(path: Path, block_size: JsonValue) -> None:
 
 def _check_cpu_recurrence(path: Path, dtype: str, caches_prefixes: JsonValue) -> None:
     """ConfigError when the model at `path` has recurrent layers that vLLM cannot run on CPUs in `dtype`, or not with
-    rollout.engine's enable_prefix_caching.
+    rollout.engine's enable_prefix_caching. A head has 128 numbers where the configuration is silent. vLLM's code for
+    Qwen3.5 imports torchvision, for images that a text model never sees.
     """
     text = text_config(path)
     if not has_recurrent_layers(text):
         return
     dims = {text.get(f"linear_{name}_head_dim", 128) for name in ("key", "value")}
-    if dtype != "bfloat16" or len(dims) > 1 or not dims <= set(CPU_DELTA_RULE_DIMS):
+    if dtype != "bfloat16" or len(dims) > 1 or not dims <= set(_CPU_DELTA_RULE_DIMS):
         raise ConfigError(
             f"model.path {path} has recurrent layers, which vLLM computes on CPUs in bfloat16 alone, keys and values "
-            f"of one head dimension, {' or '.join(map(str, CPU_DELTA_RULE_DIMS))}; set model.dtype to bfloat16, use "
+            f"of one head dimension, {' or '.join(map(str, _CPU_DELTA_RULE_DIMS))}; set model.dtype to bfloat16, use "
             "another model, or give rollout.devices"
         )
     if caches_prefixes:
@@ -160,7 +161,7 @@ def _check_cpu_recurrence(path: Path, dtype: str, caches_prefixes: JsonValue) ->
             "rollout.engine.enable_prefix_caching: with recurrent layers it needs prompts that are cut, which CPUs do "
             "not have; remove it"
         )
-    if text.get("model_type") in _IMPORT_TORCHVISION and importlib.util.find_spec("torchvision") is None:
+    if text.get("model_type") in QWEN3_5_TEXT and importlib.util.find_spec("torchvision") is None:
         raise ConfigError(
             f"model.path {path}: vLLM's code for {text['model_type']} imports torchvision, which is not installed; "
             "install the build for CPUs that fits torch (--index-url https://download.pytorch.org/whl/cpu), or give "

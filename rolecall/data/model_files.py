@@ -1,8 +1,9 @@
 """A Hugging Face model directory, as far as JSON and safetensors headers tell: what it is, and whether it is whole and
 fits its tokenizer.
 
-Owns every complaint about `model.path` that needs no weights to be loaded, but for those of vLLM (engine_limits.py) and
-of adapters (adapters.py); `rolecall check` and the roles' configurations read through here. No torch.
+Owns the complaints about `model.path` that need no weights to be loaded, but for those of vLLM (engine_limits.py), of
+Megatron (megatron_limits.py), of images (image_limits.py), of routing (mixture.py) and of adapters (adapters.py).
+`rolecall check` and the roles' configurations read through here. No torch.
 """
 
 import importlib.util
@@ -20,8 +21,10 @@ from rolecall.settings import LayoutSection
 
 MAX_HEADER_BYTES = 100 * 2**20
 """Bound of a safetensors header, as the format has it."""
-_RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Values of model_type of models with recurrent layers, of 128 numbers a head where their configuration is silent."""
+QWEN3_5_TEXT = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Values of model_type of Qwen3.5's language models where they are saved alone."""
+_RECURRENT = ("qwen3_next", *QWEN3_5_TEXT)
+"""Values of model_type of models with recurrent layers."""
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 """Values of model_type whose language model can be saved, and trained, alone."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -62,6 +65,24 @@ def read_model(path: Path, setting: str = "model.path") -> ModelFacts:
         largest_layer=max(layers.values(), default=0),
         num_tower_parameters=sum(size for name, size in sizes.items() if TOWER.match(name)),
     )
+
+
+def model_shapes(path: Path, setting: str) -> dict[str, list[int]]:
+    """Tensor shapes by name of the whole model directory that `setting` names. ConfigError says what it lacks."""
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{setting} {path} has no *.safetensors; convert the weights with save_pretrained")
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        missing = sorted(
+            {str(name) for name in _json(index, setting).get("weight_map", {}).values()} - {file.name for file in files}
+        )
+        if missing:
+            raise ConfigError(
+                f"{setting} {path}: {index.name} names {missing[0]}, which is not there ({len(missing)} missing); "
+                "download the rest"
+            )
+    return {name: shape for file in files for name, shape in tensor_shapes(file).items()}
 
 
 def tensor_names(path: Path, setting: str = "model.path") -> frozenset[str]:
@@ -270,24 +291,6 @@ def _json(path: Path, setting: str = "model.path") -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} is not a JSON object; {setting} must be a Hugging Face model directory")
     return tree
-
-
-def model_shapes(path: Path, setting: str) -> dict[str, list[int]]:
-    """Tensor shapes by name of the whole model directory that `setting` names. ConfigError says what it lacks."""
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{setting} {path} has no *.safetensors; convert the weights with save_pretrained")
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        missing = sorted(
-            {str(name) for name in _json(index, setting).get("weight_map", {}).values()} - {file.name for file in files}
-        )
-        if missing:
-            raise ConfigError(
-                f"{setting} {path}: {index.name} names {missing[0]}, which is not there ({len(missing)} missing); "
-                "download the rest"
-            )
-    return {name: shape for file in files for name, shape in tensor_shapes(file).items()}
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:

@@ -21,7 +21,8 @@ from rolecall.environment.env import (
     ToolCall,
 )
 from rolecall.errors import EpisodeLostError, InvalidInputError
-from rolecall.scoring import description
+from rolecall.scoring.description import components_problem, value_problem
+from rolecall.scoring.description import spec_problem as scorer_problem
 from rolecall.scoring.scores import Message, Score
 from rolecall.v1 import environment_pb2, reward_pb2, trajectory_pb2
 from rolecall.wire import decode_fields
@@ -52,7 +53,7 @@ def spec_problem(spec: environment_pb2.DescribeEnvironmentResponse) -> str | Non
         return f"declares the splits {list(spec.splits)}; names must be unique and not empty"
     if spec.runs_episodes and spec.turn_rewards:
         return "declares turn_rewards and runs_episodes; an episode that its agent runs has no turns to reward"
-    return description.spec_problem(scored_by(spec))
+    return scorer_problem(scored_by(spec))
 
 
 def scored_by(spec: environment_pb2.DescribeEnvironmentResponse) -> reward_pb2.DescribeResponse:
@@ -151,7 +152,7 @@ def reward_problem(
         return "declares a reward and gave none at the end of an episode; give one, or implement grade"
     given = reward_pb2.Reward(value=response.reward.value, components=response.reward.components)
     described = scored_by(spec)
-    return description.value_problem(given, described) or description.components_problem(given, described)
+    return value_problem(given, described) or components_problem(given, described)
 
 
 def turn_reward_problem(
@@ -167,7 +168,7 @@ def turn_reward_problem(
     if response.reward.components or response.reward.HasField("answer"):
         return "gave components or an answer with a turn's reward; they belong to the episode's"
     unbounded = reward_pb2.DescribeResponse(name=spec.name)
-    return description.value_problem(reward_pb2.Reward(value=response.reward.value), unbounded)
+    return value_problem(reward_pb2.Reward(value=response.reward.value), unbounded)
 
 
 def _messages_problem(messages: Sequence[environment_pb2.Observation], roles: Sequence[str]) -> str | None:

@@ -89,7 +89,9 @@ def _roles_on_several_nodes(settings: RunSettings) -> set[str]:
 
 
 def _resolvers() -> list[Any]:
-    """Where names are looked up: CoreDNS, the cache of a node, and OpenShift, whose policies see the port of pods."""
+    """The places where names are looked up: CoreDNS, the cache of a node, and OpenShift, whose policies see the port of
+    pods.
+    """
     coredns, openshift = (
         [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}]
         for name in ("kube-system", "openshift-dns")

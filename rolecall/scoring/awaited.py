@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rolecall.errors import ScorerError
-from rolecall.scoring.evaluate import error_result, evaluate_many, failure_of, result_of
+from rolecall.scoring.results import call_batch_scorer, error_result, failure_of, result_of
 from rolecall.scoring.scores import BatchFunction, Item, ScoreFunction
 from rolecall.v1 import reward_pb2
 
@@ -21,7 +21,7 @@ TICK_S = 1.0
 """Seconds between two looks at what is awaited."""
 
 
-async def evaluate_awaited(
+async def call_async_scorer(
     function: ScoreFunction, item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse
 ) -> reward_pb2.ScoreResult:
     """Awaits `function` on `item` and checks what it returns against `spec`; whatever goes wrong becomes a
@@ -33,7 +33,7 @@ async def evaluate_awaited(
         return failure_of(item, error)
 
 
-async def evaluate_many_awaited(
+async def call_async_batch_scorer(
     function: BatchFunction, items: Sequence[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse
 ) -> list[reward_pb2.ScoreResult]:
     """Awaits `function` on `items` at once and checks each answer against `spec`; what goes wrong becomes a ScoreError,
@@ -43,10 +43,10 @@ async def evaluate_many_awaited(
         answers = await _answer(function([Item.from_proto(item) for item in items]))
     except Exception as error:  # the entry point of code that is not ours
         return [failure_of(item, error) for item in items]
-    return evaluate_many(lambda _: answers, items, spec)
+    return call_batch_scorer(lambda _: answers, items, spec)
 
 
-async def evaluate_together(
+async def call_together(
     function: ScoreFunction,
     items: Sequence[reward_pb2.ScoreItem],
     spec: reward_pb2.DescribeResponse,
@@ -55,7 +55,7 @@ async def evaluate_together(
     """Awaits `function` on all `items` at the same time, on each for `timeout_s`. One that takes longer is cancelled, a
     TIMEOUT. Time in which the event loop stood still, for one of them held it, is nobody's.
     """
-    tasks = [asyncio.ensure_future(evaluate_awaited(function, item, spec)) for item in items]
+    tasks = [asyncio.ensure_future(call_async_scorer(function, item, spec)) for item in items]
     late, left_s = set(tasks), timeout_s
     while late and left_s > 0:
         tick_s = min(TICK_S, left_s)

@@ -1,6 +1,7 @@
-"""A scorer's description of itself: whether it is usable, and whether a reward is believable under it.
+"""A scorer's description of itself: whether it is usable, what it leaves open, whether a reward is believable under it,
+and whether a later one means the same.
 
-The checks are used by whoever produces a score and, again, by whoever receives it.
+The checks of rewards are used by whoever produces a score and, again, by whoever receives it.
 """
 
 import math

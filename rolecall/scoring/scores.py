@@ -1,8 +1,7 @@
 """The contract of a scorer as plain Python: Item is what it is given, Score and Failure what it answers, each with its
 protobuf form.
 
-Knows no gRPC and no torch, so that a scorer's worker process starts fast. Whether an answer is believable is said in
-description.py.
+Knows no gRPC and no torch. Whether an answer is believable is said in description.py.
 """
 
 import math

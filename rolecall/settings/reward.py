@@ -390,6 +390,17 @@ class RewardSection(ServiceSection):
         """Whether the address is called as somebody else's service, with TLS."""
         return self.ca_file is not None or self.bearer_token_file is not None
 
+    @property
+    def may_have_token_rewards(self) -> bool:
+        """Whether some scorer may give them; what one elsewhere gives is not known before it is asked."""
+        scorers = [component.scorer for component in self.components.values()]
+        given = (
+            (isinstance(scorer, ExternalScorer) and scorer.kind == "external")
+            or (isinstance(scorer, FunctionScorer) and scorer.token_rewards)
+            for scorer in scorers
+        )
+        return not scorers or any(given)
+
     @model_validator(mode="after")
     def _names_are_free(self) -> Self:
         for name in taken_names(self.components):

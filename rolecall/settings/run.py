@@ -9,7 +9,7 @@ from rolecall.settings.algorithm.algorithm import AlgorithmSection
 from rolecall.settings.checks import evaluation, placement, rewards, roles, sampler, sizes, trainers
 from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
 from rolecall.settings.deadlines import Deadline, derive, filled_in
-from rolecall.settings.reward import ExternalScorer, FunctionScorer, RewardSection
+from rolecall.settings.reward import RewardSection
 from rolecall.settings.section import Section
 from rolecall.settings.services import (
     ControllerSection,
@@ -96,7 +96,7 @@ class RunSettings(Section):
         algorithm, kl, distillation = self.algorithm, self.algorithm.kl, self.algorithm.distillation
         holds = {
             Given.ALWAYS: True,
-            Given.TOKEN_REWARDS: self.may_have_token_rewards,
+            Given.TOKEN_REWARDS: self.reward.may_have_token_rewards,
             Given.CRITIC: self.critic is not None,
             Given.TEACHER: distillation is not None,
             Given.TEACHER_TOPK: distillation is not None and distillation.top_k is not None,
@@ -160,17 +160,6 @@ class RunSettings(Section):
         longest = self.data.max_prompt_tokens + self.sampling.max_tokens
         return (self.environment.max_row_tokens or longest) if self.environment is not None else longest
 
-    @property
-    def may_have_token_rewards(self) -> bool:
-        """Whether some scorer may give them; what one elsewhere gives is not known before it is asked."""
-        scorers = [component.scorer for component in self.reward.components.values()]
-        given = (
-            (isinstance(scorer, ExternalScorer) and scorer.kind == "external")
-            or (isinstance(scorer, FunctionScorer) and scorer.token_rewards)
-            for scorer in scorers
-        )
-        return not scorers or any(given)
-
     @field_validator("references", mode="before")
     @classmethod
     def _without_those_set_to_null(cls, references: Any) -> Any:
@@ -189,12 +178,14 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        """Makes every check of several sections: what is told is what the first of them finds."""
+        """Makes every check of several sections: what is told is what the first of them finds. Sets rollout.sleep_mode
+        where rollouts share GPUs with the trainers.
+        """
         trainers.check_deltas(self)
         roles.check_roles(self)
         evaluation.check_images(self)
         sampler.check_determinism(self)
-        trainers.check_layouts(self)
+        trainers.check_backends(self)
         roles.check_teachers(self)
         sizes.check_batches(self)
         rewards.check_advantage(self)
@@ -208,7 +199,7 @@ class RunSettings(Section):
         sizes.check_trajectories(self)
         sizes.check_epochs(self)
         sizes.check_schedules(self)
-        if placement.check_devices(self):
+        if placement.shares_devices(self):
             # not by attribute: to everybody else the file is frozen
             vars(self)["rollout"] = self.rollout.model_copy(update={"sleep_mode": True})
         placement.check_num_replicas(self)

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 from rolecall.errors import ScorerError
 from rolecall.plugins import is_async, load_function
 from rolecall.sandbox import sandbox_of
-from rolecall.scoring.awaited import evaluate_many_awaited, evaluate_together
+from rolecall.scoring.awaited import call_async_batch_scorer, call_together
 from rolecall.scoring.description import component_spec
-from rolecall.scoring.evaluate import evaluate, evaluate_many
 from rolecall.scoring.items import groups_of
+from rolecall.scoring.results import call_batch_scorer, call_scorer
 from rolecall.scoring.scores import ALL_FIELDS, TEXT_FIELDS, Item, Score, ScoreFunction
 from rolecall.settings import (
     AnswerScorer,
@@ -101,13 +101,13 @@ def bind_many(
     if isinstance(scorer, FunctionScorer) and scorer.target is not None:
         mine, is_awaited = _function(scorer, scorer.target)
         if scorer.takes_many and is_awaited:
-            return Bound(lambda items: runner.run(evaluate_many_awaited(mine, items, spec)))
+            return Bound(lambda items: runner.run(call_async_batch_scorer(mine, items, spec)))
         if scorer.takes_many:
-            return Bound(lambda items: evaluate_many(mine, items, spec))
+            return Bound(lambda items: call_batch_scorer(mine, items, spec))
         if is_awaited:
-            return Bound(lambda items: runner.run(evaluate_together(mine, items, spec, timeout_s)), is_awaited=True)
+            return Bound(lambda items: runner.run(call_together(mine, items, spec, timeout_s)), is_awaited=True)
     function = bind(scorer)
-    return Bound(lambda items: [evaluate(function, item, spec) for item in items])
+    return Bound(lambda items: [call_scorer(function, item, spec) for item in items])
 
 
 def parted(scorer: LocalScorer, items: Sequence[reward_pb2.ScoreItem], *, is_awaited: bool) -> list[list[int]]:

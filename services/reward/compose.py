@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from rolecall.scoring.description import component_spec
-from rolecall.scoring.evaluate import error_result
+from rolecall.scoring.results import error_result
 from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.v1 import reward_pb2
 from rolecall.wire import encode_tensor

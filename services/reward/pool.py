@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rolecall.errors import DeadlineError, RoleCallError, UnavailableError, WorkerLostError
 from rolecall.scoring.awaited import TIMEOUT
-from rolecall.scoring.evaluate import error_result
+from rolecall.scoring.results import error_result
 from rolecall.settings import FunctionScorer
 from rolecall.v1 import reward_pb2
 from services.reward.catalog import LocalScorer, parted

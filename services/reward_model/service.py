@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rolecall.errors import InvalidInputError, ScorerError
 from rolecall.reward import Results
-from rolecall.scoring.evaluate import error_result, failure_of, result_of
+from rolecall.scoring.results import error_result, failure_of, result_of
 from rolecall.scoring.scores import Failure, Item
 from rolecall.v1 import reward_pb2
 from rolecall.wire import Array

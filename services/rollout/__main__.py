@@ -86,7 +86,6 @@ async def _main(args: ServiceArgs) -> None:
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, SERVICE_NAME)
     address = advertised(await server.start(), settings.rollout.advertise_host, settings.controller.address)
     membership = _membership(args, config, engine, tokenizer, address, launched=launched)
-    membership.start()
     try:
         await _serve(server, replica, pull, engine, membership)
     finally:
@@ -98,12 +97,15 @@ async def _main(args: ServiceArgs) -> None:
 async def _serve(
     server: Server, replica: Replica, pull: PullLoop, engine: "VllmEngine", membership: Membership
 ) -> None:
-    """Serves until the role is over or a part of it fails, and drains. Ends the membership, whatever ends it."""
+    """Begins the membership and serves until the role is over or a part of it fails, and drains. Ends the membership,
+    whatever ends it.
+    """
 
     async def drain() -> None:
         await replica.stop_taking()
         await pull.drain(DRAIN_S)
 
+    membership.start()
     parts = (asyncio.create_task(part) for part in (pull.run(), engine.watch(), feed_heartbeat(replica, membership)))
     failed = asyncio.ensure_future(_first_failure(membership.failed, *parts))
     try:

@@ -123,12 +123,23 @@ class Episodes:
         """Answers what the template can do, on the event loop."""
         self._problem = problem
         self._prompts = prompts
-        opened = asyncio.Semaphore(NUM_OPENED)
-        bounds = settings.max_prompt_tokens, settings.max_turns, settings.max_row_tokens, settings.max_image_bytes
-        self._runs = AgentRuns(RunLimits(*bounds), replica, tokenizer, tool_calls, endpoint, prompts, opened)
-        limits = TurnLimits(*bounds, settings.max_malformed)
+        open_images = asyncio.Semaphore(NUM_OPENED)
+        run_limits = RunLimits(
+            max_prompt_tokens=settings.max_prompt_tokens,
+            max_calls=settings.max_turns,
+            max_row_tokens=settings.max_row_tokens,
+            max_image_bytes=settings.max_image_bytes,
+        )
+        turn_limits = TurnLimits(
+            max_prompt_tokens=settings.max_prompt_tokens,
+            max_turns=settings.max_turns,
+            max_row_tokens=settings.max_row_tokens,
+            max_image_bytes=settings.max_image_bytes,
+            max_malformed=settings.max_malformed,
+        )
+        self._runs = AgentRuns(run_limits, replica, tokenizer, tool_calls, endpoint, prompts, open_images)
         self._steps = SteppedEpisodes(
-            limits, replica, environment, tokenizer, tool_calls, prompts, observations, opened
+            turn_limits, replica, environment, tokenizer, tool_calls, prompts, observations, open_images
         )
         self._num_lost = 0
         self._opening = asyncio.Lock()
@@ -258,10 +269,11 @@ class Episodes:
         """A whole episode, of this attempt or a later one."""
         while True:
             try:
-                said, times = place.prompt.messages, {"began_at": begun.began_at, "ends_at": begun.ends_at}
+                request, said, session = place.request, place.prompt.messages, begun.session
+                began_at, ends_at = begun.began_at, begun.ends_at
                 if begun.first is None:
-                    return await self._runs.play(place.request, said, begun.session, **times)
-                return await self._steps.play(place.request, said, begun.session, begun.first, **times)
+                    return await self._runs.play(request, said, session, began_at=began_at, ends_at=ends_at)
+                return await self._steps.play(request, said, session, begun.first, began_at=began_at, ends_at=ends_at)
             except EpisodeLostError as error:
                 self._may_try(place, begun.attempt + 1, begun.ends_at, error)
             finally:

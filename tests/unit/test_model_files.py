@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import io
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from rolecall.commands.check import find_problems, require
-from rolecall.data.adapters import num_adapter_parameters, with_modules
 from rolecall.data.engine_limits import CPU_BLOCK_TOKENS, CPU_HEAD_DIMS
 from rolecall.data.model_files import read_model
 from rolecall.errors import ConfigError
-from rolecall.settings import LoraSection, load_settings
+from rolecall.settings import load_settings
 from tests.tiny_tokenizer import write_tokenizer
 from tests.twins.launched import VOCAB_SIZE, write_light_config, write_model
 
@@ -316,96 +314,6 @@ def test_a_critic_and_a_reference_of_another_vocabulary_are_named_by_their_setti
 def test_stop_ids_that_the_model_does_not_know_are_named(config: Path) -> None:
     (told,) = problems(config, "sampling.stop_token_ids=[2, 259]")
     assert told == "sampling.stop_token_ids [259] are not ids of the model, which knows 0 to 258; correct them"
-
-
-def save_matrices(config: Path, *names: str) -> None:
-    """A model directory whose files hold [48, 16] matrices of these names beside the embedding."""
-    matrices = {name: np.zeros((48, 16), np.float32) for name in names}
-    embedding = {"model.embed_tokens.weight": np.zeros((VOCAB_SIZE, 16), np.float32)}
-    save_file(embedding | matrices, config.parent / "model" / "model.safetensors")
-
-
-LAYER = "model.layers.0.self_attn"
-LORA = "actor.lora={rank: 4, target_modules: [q_proj, v_proj]}"
-
-
-def test_adapters_are_counted_from_the_shapes_and_alone_take_optimizer_and_disk(config: Path) -> None:
-    save_matrices(config, f"{LAYER}.q_proj.weight", f"{LAYER}.k_proj.weight", f"{LAYER}.v_proj.weight")
-    section = LoraSection(rank=4, target_modules=("q_proj", "v_proj"))
-    assert num_adapter_parameters(config.parent / "model", section) == 2 * 4 * (48 + 16)
-    out = io.StringIO()
-    assert find_problems(load_settings(config, [LORA]), out) == []
-    assert "adapters: 0.00M parameters are trained, published and kept; the base stays as it is" in out.getvalue()
-
-
-def test_all_linear_is_every_matrix_of_the_language_model_that_may_have_an_adapter(config: Path) -> None:
-    tower = [f"{tower}.blocks.0.attn.qkv.weight" for tower in ("visual", "model.visual")]
-    experts = ["experts.0.gate_proj", "gate", "shared_expert_gate", "shared_expert.up_proj"]
-    of_block = [
-        "self_attn.q_proj",
-        "self_attn.kv_b_proj",
-        "linear_attn.in_proj_ba",
-        *(f"mlp.{name}" for name in experts),
-    ]
-    blocks = [f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in of_block]
-    save_matrices(config, *blocks, *tower, "lm_head.weight")
-    section, path = LoraSection(rank=4, target_modules="all-linear"), config.parent / "model"
-    named = with_modules(section, path)
-    assert named.target_modules == ("in_proj_ba", "q_proj", "up_proj")
-    assert num_adapter_parameters(path, section) == num_adapter_parameters(path, named) == 2 * 3 * 4 * (48 + 16)
-    out = io.StringIO()
-    find_problems(load_settings(config, ["actor.lora={target_modules: all-linear}", "rollout.num_replicas=0"]), out)
-    assert "adapters: actor.lora.target_modules all-linear are in_proj_ba, q_proj, up_proj" in out.getvalue()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "layers.2.eh_proj.weight",
-        "layers.2.embed_tokens.weight",
-        "layers.2.shared_head.head.weight",
-        "layers.0.block_sparse_moe.router.layer.weight",
-        "layers.0.mlp.gate.wg.weight",
-        "layers.0.linear_attn.A_log",
-    ],
-)
-def test_all_linear_leaves_out_what_no_trainer_gives_an_adapter(config: Path, name: str) -> None:
-    path = config.parent / "model"
-    edit("config.json", num_hidden_layers=2)(path)
-    save_matrices(config, f"{LAYER}.q_proj.weight", f"model.{name}")
-    assert with_modules(LoraSection(target_modules="all-linear"), path).target_modules == ("q_proj",)
-
-
-def test_all_linear_of_no_module_is_refused(config: Path) -> None:
-    save_matrices(config, "model.layers.0.mlp.gate.weight")
-    with pytest.raises(ConfigError, match=r"^actor\.lora\.target_modules all-linear: the model .* has no matrix in"):
-        with_modules(LoraSection(target_modules="all-linear"), config.parent / "model")
-
-
-def test_a_target_of_the_critics_adapters_is_looked_for_in_its_own_model(config: Path) -> None:
-    save_matrices(config, f"{LAYER}.q_proj.weight", f"{LAYER}.v_proj.weight")
-    critic, own = config.parent / "critic", config.parent / "model"
-    shutil.copytree(own, critic)
-    save_matrices(config, f"{LAYER}.q_proj.weight", f"{LAYER}.k_proj.weight")
-    gae = "algorithm={groups_per_batch: 2, advantage: {kind: gae}}"
-    section = "lora: {rank: 4, target_modules: [q_proj, v_proj]}"
-    assert problems(config, gae, f"critic={{path: {critic}, {section}}}") == []
-    (problem,) = set(problems(config, gae, f"critic={{{section}}}"))
-    assert problem.startswith(f"critic.lora.target_modules: the model {own} has no v_proj; its matrices are")
-
-
-def test_a_target_of_adapters_that_the_model_lacks_is_named_before_anything_starts(config: Path) -> None:
-    save_matrices(config, f"{LAYER}.q_proj.weight", "model.layers.0.mlp.experts.0.v_proj.weight")
-    (problem,) = set(problems(config, LORA, "rollout.num_replicas=0"))
-    assert "has no v_proj; its matrices are called embed_tokens, q_proj" in problem
-
-
-def test_experts_with_adapters_are_refused_where_vllm_would_die_of_the_probe(config: Path) -> None:
-    save_matrices(
-        config, f"{LAYER}.q_proj.weight", f"{LAYER}.v_proj.weight", "model.layers.0.mlp.experts.0.gate_proj.weight"
-    )
-    assert any("with adapters on GPUs only" in problem for problem in problems(config, LORA, "rollout.num_replicas=1"))
-    assert problems(config, LORA, "rollout.num_replicas=0") == []
 
 
 def test_losses_of_routers_are_refused_where_there_are_none(config: Path) -> None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from rolecall.commands.check import find_problems
 from rolecall.plugins import load_function
-from rolecall.scoring.evaluate import result_of
+from rolecall.scoring.results import result_of
 from rolecall.settings import FunctionScorer, load_settings
 from rolecall.v1 import reward_pb2
 from tests.twins.launched import write_light_config

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from rolecall.errors import ScorerError
 from rolecall.scoring.description import component_spec, problem_of, spec_problem
-from rolecall.scoring.evaluate import evaluate
 from rolecall.scoring.exchange import believed, cut, only
 from rolecall.scoring.items import chunked, score_item
+from rolecall.scoring.results import call_scorer
 from rolecall.scoring.scores import Failure, Item, Outcome, Score, decode_reward
 from rolecall.v1 import reward_pb2, trajectory_pb2
 from rolecall.wire import Array, decode_tensor, encode_tensor
@@ -104,9 +104,9 @@ def test_the_answer_is_that_of_the_first_component_that_reads_one() -> None:
 
 
 def test_an_answer_is_text_and_the_empty_text_is_one() -> None:
-    assert evaluate(lambda item: Score(1.0, answer=""), ITEM, spec()).reward.HasField("answer")
-    assert not evaluate(lambda item: 1.0, ITEM, spec()).reward.HasField("answer")
-    refused = evaluate(lambda item: Score(1.0, answer=7), ITEM, spec())  # type: ignore[arg-type]
+    assert call_scorer(lambda item: Score(1.0, answer=""), ITEM, spec()).reward.HasField("answer")
+    assert not call_scorer(lambda item: 1.0, ITEM, spec()).reward.HasField("answer")
+    refused = call_scorer(lambda item: Score(1.0, answer=7), ITEM, spec())  # type: ignore[arg-type]
     assert "an answer that is int; it must be a str" in refused.error.message
 
 
@@ -275,13 +275,13 @@ def test_a_result_with_neither_reward_nor_error_is_a_failure() -> None:
 
 @pytest.mark.parametrize("answer", [None, "1.0", [1.0], math.nan, 2.0])
 def test_what_is_not_a_score_becomes_an_error(answer: object) -> None:
-    result = evaluate(lambda item: answer, ITEM, spec(0, 1))  # type: ignore[arg-type, return-value]
+    result = call_scorer(lambda item: answer, ITEM, spec(0, 1))  # type: ignore[arg-type, return-value]
     assert (result.WhichOneof("outcome"), result.error.code) == ("error", ScorerError.reason)
 
 
 @pytest.mark.parametrize("answer", [1, True, np.float32(0.5), Score(0.25)])
 def test_numbers_of_any_kind_and_scores_are_scores(answer: float) -> None:
-    assert evaluate(lambda item: answer, ITEM, spec(0, 1)).WhichOneof("outcome") == "reward"
+    assert call_scorer(lambda item: answer, ITEM, spec(0, 1)).WhichOneof("outcome") == "reward"
 
 
 def test_an_item_is_made_of_a_trajectory_and_read_back_whole() -> None:

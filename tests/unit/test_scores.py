@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rolecall.scoring.description import component_spec
-from rolecall.scoring.evaluate import evaluate_many
+from rolecall.scoring.results import call_batch_scorer
 from rolecall.scoring.scores import Item, Score
 from rolecall.v1 import reward_pb2
 
@@ -18,7 +18,7 @@ ITEMS = [reward_pb2.ScoreItem(id=str(i), num_response_tokens=2) for i in range(3
 def answered(answers: Any) -> list[reward_pb2.ScoreResult]:
     """The results of a function that returns `answers`."""
     function: Callable[[Sequence[Item]], Any] = lambda items: answers  # noqa: E731
-    return evaluate_many(function, ITEMS, SPEC)
+    return call_batch_scorer(function, ITEMS, SPEC)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,15 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import RunSettings
 
-MAX_MEASURED_PROMPTS = 2000
+_MAX_MEASURED_PROMPTS = 2000
 """Prompts of a file that are rendered and counted; the controller looks at every one when its turn comes."""
 
 
 def all_prompts(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[Iterator[str]]:
-    """Yields lines on each file of prompts, and on what follows from those of data.train. ConfigError."""
+    """Yields iterators of lines, on each file of prompts and on what follows from those of data.train. Each is read to
+    its end before the next one: the first reads the training prompts, which those after it count. One that raises
+    ConfigError ends alone.
+    """
     train: list[RawPrompt] = []
     yield _prompts(settings, tokenizer, "data.train", settings.data.train, "", train)
     yield _epochs(settings, train)
@@ -70,7 +73,7 @@ def _measured(
     first: RawPrompt | None = None
     bound, lengths, shown, unshown = settings.data.max_prompt_tokens, list[int](), list[int](), list[str]()
     for prompt in prompts:
-        if len(lengths) + len(unshown) >= MAX_MEASURED_PROMPTS and min(lengths, default=bound + 1) <= bound:
+        if len(lengths) + len(unshown) >= _MAX_MEASURED_PROMPTS and min(lengths, default=bound + 1) <= bound:
             break
         try:
             ids, _ = encoder.encode(prompt)

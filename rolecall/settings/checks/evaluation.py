@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rolecall.settings.run import RunSettings
 
-MAX_SET_NAME_CHARS = 200
+_MAX_SET_NAME_CHARS = 200
 """Characters of a held-out set's name where sessions of an environment are named after it: those have up to 512."""
 
 
@@ -22,10 +22,10 @@ def check_images(settings: "RunSettings") -> None:
 def check_set_names(settings: "RunSettings") -> None:
     """ValueError where the name of a held-out set cannot stand in the name of a session."""
     for name in settings.evaluation.sets if settings.environment is not None else ():
-        if not (name.isascii() and name.isprintable() and len(name) <= MAX_SET_NAME_CHARS):
+        if not (name.isascii() and name.isprintable() and len(name) <= _MAX_SET_NAME_CHARS):
             raise ValueError(
                 f"evaluation.sets: {name!r} stands in the names of the environment's sessions, which are printable "
-                f"ASCII; give it at most {MAX_SET_NAME_CHARS} such characters"
+                f"ASCII; give it at most {_MAX_SET_NAME_CHARS} such characters"
             )
 
 

@@ -1,4 +1,5 @@
-"""The GPUs of a run's local roles: which role has which, and whether rollouts and trainers share them.
+"""The GPUs of a run's local roles: which role has which, whether rollouts and trainers share them, and whether there is
+a list of them for each rollout.
 
 A role with an `address` runs elsewhere, and so do rollouts where num_replicas is 0: their devices are other machines'.
 """
@@ -10,11 +11,8 @@ from rolecall.settings.section import ServiceSection
 if TYPE_CHECKING:
     from rolecall.settings.run import RunSettings
 
-TRAINERS = ("actor", "critic")
-"""Roles whose state waits in host memory while rollouts sample on the same GPUs."""
 
-
-def check_devices(settings: "RunSettings") -> bool:
+def shares_devices(settings: "RunSettings") -> bool:
     """Whether rollouts share GPUs with the trainers. ValueError where a GPU is given to roles that cannot share it."""
     rollouts, others = _rollouts(settings), _others(settings)
     shared = set(rollouts) & set(others.get("actor", ()))

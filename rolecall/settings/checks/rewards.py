@@ -19,7 +19,7 @@ def check_advantage(settings: "RunSettings") -> None:
             "lower it"
         )
     if isinstance(advantage, GrpoAdvantage) and advantage.supervision == "process":
-        if not settings.may_have_token_rewards:
+        if not settings.reward.may_have_token_rewards:
             raise ValueError(
                 "algorithm.advantage.supervision process compares rewarded steps, and no scorer gives "
                 "token_rewards; use one that does, or outcome"
@@ -29,7 +29,7 @@ def check_advantage(settings: "RunSettings") -> None:
                 "algorithm.kl.placement reward would make a step of every token under supervision process; use "
                 "placement loss"
             )
-    if advantage.kind == "custom" and "token_rewards" in advantage.needs and not settings.may_have_token_rewards:
+    if advantage.kind == "custom" and "token_rewards" in advantage.needs and not settings.reward.may_have_token_rewards:
         raise ValueError(
             "algorithm.advantage.columns: the estimator reads token_rewards, and no scorer gives them; use one "
             "that does, as {kind: function, token_rewards: true}, or leave the column out"

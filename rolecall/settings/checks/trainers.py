@@ -1,4 +1,4 @@
-"""The trainers by what they are asked to compute: layouts, columns of the loss, weights that travel."""
+"""The trainers by what they are asked to compute: what their back end has, columns of the loss, weights that travel."""
 
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ def check_deltas(settings: "RunSettings") -> None:
         )
 
 
-def check_layouts(settings: "RunSettings") -> None:
+def check_backends(settings: "RunSettings") -> None:
     """ValueError where the training back end does not have what a trainer asks of it."""
     check_dtype(settings.actor, settings.model.dtype)
     if settings.critic is not None:

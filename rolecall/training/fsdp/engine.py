@@ -335,7 +335,7 @@ class FsdpEngine:
         mb = microbatch if microbatch.lengths else stand_in(self.device)
         # its runs are cut from the tokens of whole sequences
         prefixes = mb.prefixes if self.layout.sequence is None else None
-        packed = self._planned(mb, prefixes, plain)
+        packed = self._attention_plan(mb, prefixes, plain)
         routes = None
         if self._mixture is not None and not base:
             routes = begin_routes(mb, packed, self._mixture)
@@ -374,7 +374,7 @@ class FsdpEngine:
             return with_record(outputs, routes.record(self._mixture), mb, packed)
         return with_rerouted(outputs, routes.num_differing_n / len(routes.chosen), mb, packed)
 
-    def _planned(self, mb: Microbatch, prefixes: SharedPrefixes | None, plain: bool) -> PackedPlan:
+    def _attention_plan(self, mb: Microbatch, prefixes: SharedPrefixes | None, plain: bool) -> PackedPlan:
         """The attention of a pass over `mb`."""
         return plan_attention(
             mb.lengths,

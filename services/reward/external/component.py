@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 from rolecall.errors import ConfigError, RoleCallError, ScorerError
-from rolecall.scoring.evaluate import failure_of, result_of
 from rolecall.scoring.exchange import believed, only
 from rolecall.scoring.json_server import JsonServer
+from rolecall.scoring.results import failure_of, result_of
 from rolecall.scoring.retries import with_retries
 from rolecall.scoring.scores import Item, Outcome, Score
 from rolecall.settings import CodeScorer, ExternalScorer, RpcSection

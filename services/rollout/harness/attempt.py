@@ -63,11 +63,11 @@ class Attempt:
         tokenizer: ChatTokenizer,
         prompts: PromptThread,
         tool_calls: ToolCalls | None,
-        opening: asyncio.Semaphore,
+        open_images: asyncio.Semaphore,
     ) -> None:
         """`first` is the request for a single response, whose prompt is not used, and whose images are the row's own.
-        `tool_calls`: None where the run names no parser of them, so that they are text. `opening`: held while images
-        are open.
+        `tool_calls`: None where the run names no parser of them, so that they are text. `open_images`: held while
+        images are open.
         """
         self._first = first
         self._limits = limits
@@ -77,7 +77,7 @@ class Attempt:
         self._readers: dict[str, SessionCalls] = {}
         """Readers of calls of tools, by the tools."""
         self._prompts = prompts
-        self._opening = opening
+        self._open_images = open_images
         self._own_images = {hashlib.sha256(file).hexdigest() for file in first.images}
         self._images: dict[str, ShownImage] = {}
         """The images of calls that were taken, by their digest."""
@@ -198,7 +198,7 @@ class Attempt:
         if not new:
             return
         with _in_words():
-            async with self._opening:  # bounded: by generation_timeout_s of whoever asks, as what is inside
+            async with self._open_images:  # bounded: by generation_timeout_s of whoever asks, as what is inside
                 await asyncio.to_thread(look_at, new.values())
 
     async def _allowed(self, call: ChatCall, images: Mapping[str, ShownImage]) -> TurnPrompt:

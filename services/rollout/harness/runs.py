@@ -44,15 +44,15 @@ class AgentRuns:
         tool_calls: ToolCalls | None,
         endpoint: Endpoint,
         prompts: PromptThread,
-        opening: asyncio.Semaphore,
+        open_images: asyncio.Semaphore,
     ) -> None:
-        """`opening`: held while images are open."""
+        """`open_images`: held while images are open."""
         self._limits = limits
         self._replica = replica
         self._tokenizer = tokenizer
         self._tool_calls = tool_calls
         self._prompts = prompts
-        self._opening = opening
+        self._open_images = open_images
         self.endpoint = endpoint
 
     async def play(
@@ -69,8 +69,16 @@ class AgentRuns:
         """
         await self.endpoint.start()
         own = self._limits
-        limits = Limits(own.max_prompt_tokens, own.max_calls, own.max_row_tokens, own.max_image_bytes, ends_at)
-        attempt = Attempt(first, limits, self._replica, self._tokenizer, self._prompts, self._tool_calls, self._opening)
+        limits = Limits(
+            max_prompt_tokens=own.max_prompt_tokens,
+            max_calls=own.max_calls,
+            max_row_tokens=own.max_row_tokens,
+            max_image_bytes=own.max_image_bytes,
+            ends_at=ends_at,
+        )
+        attempt = Attempt(
+            first, limits, self._replica, self._tokenizer, self._prompts, self._tool_calls, self._open_images
+        )
         key, failed = self.endpoint.open(attempt)
         asked = environment_pb2.RunEpisodeRequest(
             base_url=self.endpoint.base_url,

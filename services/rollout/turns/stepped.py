@@ -33,10 +33,14 @@ class TurnLimits:
     """The part of the run's settings that turns need."""
 
     max_prompt_tokens: int
+    """Longest first prompt: the row's messages and what the environment says first."""
     max_turns: int
     max_row_tokens: int
+    """Most tokens of an episode's segments together."""
     max_image_bytes: int
+    """Most bytes of the images that the environment shows in an episode; 0: it shows none."""
     max_malformed: int
+    """Turns in a row whose calls of tools cannot be read, with which an episode ends."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,9 @@ class SteppedEpisodes:
         tool_calls: ToolCalls | None,
         prompts: PromptThread,
         observations: Observations,
-        opening: asyncio.Semaphore,
+        open_images: asyncio.Semaphore,
     ) -> None:
-        """`opening`: held while images are open."""
+        """`open_images`: held while images are open."""
         self._limits = limits
         self._replica = replica
         self._environment = environment
@@ -73,7 +77,7 @@ class SteppedEpisodes:
         self._tool_calls = tool_calls
         self._prompts = prompts
         self._observations = observations
-        self._opening = opening
+        self._open_images = open_images
         self.visual_tokens = prompts.visual_tokens if limits.max_image_bytes else None
         """The tokens of images that the environment may show; None: it may show none."""
 
@@ -86,7 +90,9 @@ class SteppedEpisodes:
         files: Sequence[bytes],
     ) -> FirstTurn:
         """The beginning of the episode `name`: the row's messages and what the environment said, with the images in
-        `files`, rendered once. PromptTooLongError, InvalidInputError.
+        `files`, rendered once. PromptTooLongError when that leaves no room for a response or is longer than
+        max_prompt_tokens, InvalidInputError when it cannot be rendered, is empty or shows too many bytes of images,
+        EpisodeLostError when the environment's images or tools cannot be shown.
         """
         own = _spoken(prompt.messages)
         if request.images:
@@ -129,7 +135,7 @@ class SteppedEpisodes:
         """The images in `files` of the environment. EpisodeLostError when one cannot be shown."""
         if not files or self.visual_tokens is None:
             return ()
-        async with self._opening:  # bounded: by generation_timeout_s of whoever asks, as what is inside
+        async with self._open_images:  # bounded: by generation_timeout_s of whoever asks, as what is inside
             return await asyncio.to_thread(opened, files, self.visual_tokens)
 
     async def play(

@@ -1,4 +1,6 @@
-"""The arguments that vLLM is started with, and what it makes of them before anything is started."""
+"""The arguments that vLLM is started with, and what it makes of them before anything is started. Also the class of
+the model, which vLLM is given with them.
+"""
 
 import json
 from dataclasses import replace

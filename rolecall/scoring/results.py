@@ -1,5 +1,5 @@
-"""A scorer's function called on items: whatever it returns or raises becomes a result, checked against the scorer's
-description.
+"""The results of a scorer's function on items: whatever it returns or raises becomes one, checked against the scorer's
+description. awaited.py has those of coroutine functions.
 """
 
 import logging
@@ -26,7 +26,7 @@ from rolecall.wire import encode_tensor
 logger = logging.getLogger(__name__)
 
 
-def evaluate(
+def call_scorer(
     function: ScoreFunction, item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse
 ) -> reward_pb2.ScoreResult:
     """Calls `function` on `item` and checks what it returns against `spec`; whatever goes wrong becomes a
@@ -38,7 +38,7 @@ def evaluate(
         return failure_of(item, error)
 
 
-def evaluate_many(
+def call_batch_scorer(
     function: BatchFunction, items: Sequence[reward_pb2.ScoreItem], spec: reward_pb2.DescribeResponse
 ) -> list[reward_pb2.ScoreResult]:
     """Calls `function` on `items` at once and checks each answer against `spec`; what goes wrong becomes a ScoreError,
