@@ -61,11 +61,11 @@ compose: images ## Train the sort-digits example in containers, one a role, to i
 	@eval "$$(tools/engine.sh)" && $(BIN)/python -m tools.compose
 
 test-deploy: images ## Pass the tests of deploy/ on a real container engine: to the end, kills, scaling, down and up, mistakes
-	@eval "$$(tools/engine.sh)" && $(BIN)/python -m pytest -s -m "engine or not engine" tests/deploy
+	@eval "$$(tools/engine.sh)" && $(BIN)/python -m pytest -s -m "not cluster" tests/deploy
 
-test-cluster: setup ## Run what `rolecall manifests` writes on the Kubernetes cluster of CONTEXT, a kubectl context: to the end, the loss of each pod, two nodes. It needs JobSet, a default storage class and, on its nodes, the images of `make images` and debian:bookworm-slim (25 minutes)
+test-cluster: setup ## Run what `rolecall manifests` writes on the Kubernetes cluster of CONTEXT, a kubectl context: to the end, the loss of each pod, two nodes. It needs JobSet, a default storage class that gives ReadWriteMany and, on its nodes, the images of `make images` and debian:bookworm-slim (25 minutes)
 	@test -n "$(CONTEXT)" || { echo "make test-cluster: name the cluster: CONTEXT=, one of \`kubectl config get-contexts\`" >&2; exit 2; }
-	@CONTEXT=$(CONTEXT) $(BIN)/python -m pytest -s -m cluster tests/deploy
+	@CONTEXT="$(CONTEXT)" $(BIN)/python -m pytest -s -m cluster tests/deploy
 
 gpu-acceptance: setup ## What one GPU must show, PART=1 to 6 of nine minutes each (DRY=1 on CPUs); the table goes to ACCEPTANCE=build/gpu-acceptance
 	@$(BIN)/python -m tools.gpu_acceptance --part $(PART) --out $(ACCEPTANCE) $(if $(DRY),--dry)

@@ -288,9 +288,9 @@ def _of_large_file(path: Path) -> str:
     """The digest of a large file's size and of parts all over it: a model is told from another in a second, however
     large they are.
     """
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
     with reading(path), path.open("rb") as file:
+        size = path.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
         for part in range(_NUM_PARTS):
             file.seek(part * max(0, size - _PART_BYTES) // (_NUM_PARTS - 1))
             digest.update(file.read(_PART_BYTES))

@@ -37,8 +37,8 @@ class Joining:
         self._shifts = shifts
         self._off_shift: dict[str, float] = {}
         """When a process was last seen to wait for its shift, by incarnation."""
-        self._joined: set[str] = set()
-        """Incarnations that the controller has told of."""
+        self._told_at: dict[str, float] = {}
+        """When the controller last told of an incarnation."""
         self._longest_start_s: dict[str, float] = {}
         """Seconds by worker, of those starts that ended in a membership."""
 
@@ -51,20 +51,20 @@ class Joining:
     ) -> Iterator[tuple[str, str]]:
         """Yields (name, verdict) of local workers that are lost.
 
-        The controller has given them up, or they never joined, or a controller that was started again, heard since
-        `heard_since`, does not hear of them: it cannot give up a worker that it does not know. A report is about the
-        process that runs now if it has its incarnation; one that joined as another is not ours. Nothing is said of
-        those that are `condemned` already.
+        The controller has given them up, or they never joined, or the controller does not tell of them any more: one
+        that was started again, heard since `heard_since`, cannot give up a worker that it does not know, and a worker
+        that has left must end soon. A report is about the process that runs now if it has its incarnation; one that
+        joined as another is not ours. Nothing is said of those that are `condemned` already.
         """
         workers = list(workers)
         done = set(condemned)
         self._note_who_waits(running.values())
         for status in workers:
             start = running.get(status.worker)
-            if start is not None and start.incarnation == status.incarnation not in self._joined:
+            if start is not None and start.incarnation == status.incarnation not in self._told_at:
                 took_s = time.monotonic() - self._begun_at(start)
                 self._longest_start_s[status.worker] = max(took_s, self._longest_start_s.get(status.worker, 0.0))
-            self._joined.add(status.incarnation)
+            self._told_at[status.incarnation] = time.monotonic()
             is_ours = start is not None and status.incarnation == start.incarnation
             if status.lost and is_ours and status.worker not in done:
                 done.add(status.worker)
@@ -73,8 +73,9 @@ class Joining:
         for name, start in running.items():
             if start.worker.role == "controller" or start.incarnation in members or name in done:
                 continue
-            waited_s = time.monotonic() - max(self._begun_at(start), heard_since)
-            if start.incarnation in self._joined:
+            told_at = self._told_at.get(start.incarnation)
+            waited_s = time.monotonic() - max(self._begun_at(start), heard_since, told_at or 0.0)
+            if told_at is not None:
                 limit_s = self._section.lease_s + REJOIN_GRACE_S
                 if waited_s > limit_s:
                     yield name, f"{name} did not join the controller again within {limit_s:g} s and was killed"
@@ -86,7 +87,7 @@ class Joining:
             return
         waiting = {side for side in _SIDES.values() if not is_shift_of(side, self._shifts)}
         for start in running:
-            if start.incarnation not in self._joined and _SIDES.get(start.worker.role) in waiting:
+            if start.incarnation not in self._told_at and _SIDES.get(start.worker.role) in waiting:
                 self._off_shift[start.incarnation] = time.monotonic()
 
     def _begun_at(self, start: Start) -> float:

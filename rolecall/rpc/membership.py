@@ -161,8 +161,8 @@ class Membership:
             self.failed.result()
 
     async def leave(self) -> None:
-        """Tells the controller that this worker ends on purpose and holds nothing any more, and ends the heartbeats. A
-        controller that is away is not waited for: it finds out by the silence. Safe to repeat.
+        """Tells the controller that this worker was asked to end, and ends the heartbeats; within _MAX_CALL_S, a
+        heartbeat under way included. A controller that does not hear it finds out by the silence. Safe to repeat.
         """
         self._leaves = True
         self._stopping.set()

@@ -214,7 +214,7 @@ class HeartbeatRequest(_message.Message):
     busy: _builtins.bool
     """Whether it has work in hand: only then must progress move."""
     leaving: _builtins.bool
-    """Whether this is its last: it was asked to end, and has given back what it held. It is a member no more, and is not counted as lost."""
+    """Whether this is its last: it was asked to end, and has given back what it could. It is a member no more, and is not told of as lost."""
     def __init__(
         self,
         *,

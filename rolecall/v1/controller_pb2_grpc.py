@@ -97,7 +97,7 @@ class ControllerServiceServicer:
 
     def Heartbeat(self, request, context):
         """Says that a worker lives and moves. Idempotent. Blocks on nothing.
-        NOT_FOUND (UNKNOWN_WORKER) when the worker must Join again. UNAVAILABLE (WORKER_LOST) when this incarnation was given up as hung: its process must
+        NOT_FOUND (UNKNOWN_WORKER) when the worker must Join again. UNAVAILABLE (WORKER_LOST) when this incarnation was given up as hung or has left: its process must
         end, so that another takes its place.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -23,7 +23,7 @@ class ControllerServiceStub:
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_controller_pb2.HeartbeatRequest, _controller_pb2.HeartbeatResponse]
     """Says that a worker lives and moves. Idempotent. Blocks on nothing.
-    NOT_FOUND (UNKNOWN_WORKER) when the worker must Join again. UNAVAILABLE (WORKER_LOST) when this incarnation was given up as hung: its process must
+    NOT_FOUND (UNKNOWN_WORKER) when the worker must Join again. UNAVAILABLE (WORKER_LOST) when this incarnation was given up as hung or has left: its process must
     end, so that another takes its place.
     """
     GetRun: _aio.UnaryUnaryMultiCallable[_controller_pb2.GetRunRequest, _controller_pb2.GetRunResponse]
@@ -70,7 +70,7 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_controller_pb2.HeartbeatRequest, _abc.Awaitable[_controller_pb2.HeartbeatResponse]],
     ) -> _abc.Awaitable[_controller_pb2.HeartbeatResponse]:
         """Says that a worker lives and moves. Idempotent. Blocks on nothing.
-        NOT_FOUND (UNKNOWN_WORKER) when the worker must Join again. UNAVAILABLE (WORKER_LOST) when this incarnation was given up as hung: its process must
+        NOT_FOUND (UNKNOWN_WORKER) when the worker must Join again. UNAVAILABLE (WORKER_LOST) when this incarnation was given up as hung or has left: its process must
         end, so that another takes its place.
         """
 

@@ -25,6 +25,7 @@ COMPONENT = "app.kubernetes.io/component"
 
 def kubectl(*words: str, check: bool = True, timeout_s: float = 180.0) -> subprocess.CompletedProcess[str]:
     """Runs `kubectl WORDS` at the cluster."""
+    assert CONTEXT, "name the cluster: CONTEXT=, one of `kubectl config get-contexts`; without, kubectl takes any"
     command = ["kubectl", "--context", CONTEXT, *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     assert ended.returncode == 0 or not check, f"{' '.join(words)}: {ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
@@ -129,7 +130,8 @@ class ClusterRun:
     def crash(self, name: str) -> None:
         """Kills what runs in the container of a pod, as the kernel does when memory is short."""
         kill = "[os.kill(int(p), 9) for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]"
-        self.kubectl("exec", name, "--", "python3", "-c", f"import os; {kill}")
+        # what kills may be killed with it
+        self.kubectl("exec", name, "--", "python3", "-c", f"import os; {kill}", check=False)
 
     def evict(self, name: str) -> None:
         """Asks for a pod's eviction, as a drain of its node does."""
@@ -166,6 +168,15 @@ class ClusterRun:
         """The run as `rolecall status` tells it; None while no controller answers."""
         answer = self.rolecall("status", "--json")
         return json.loads(answer.stdout) if answer.returncode == 0 else None
+
+    def lost(self) -> list[str]:
+        """Names of the workers that the controller tells of as lost."""
+        return [worker["worker"] for worker in (self.status() or {}).get("workers", []) if worker.get("lost")]
+
+    def step_now(self) -> int:
+        """Steps applied, once a controller answers."""
+        self.wait("an answer of the controller", lambda: self.step() >= 0)
+        return self.step()
 
     def step(self) -> int:
         """Steps applied, -1 while no controller answers."""

@@ -66,7 +66,7 @@ def running(job: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clu
 def goes_on(run: ClusterRun, role: str, what: str) -> None:
     """Takes the newest pod of a role away, and waits until it is back and for two steps."""
     lost, uid = list(run.ready(role).items())[-1]
-    before, began = run.step(), time.monotonic()
+    before, began = run.step_now(), time.monotonic()
     is_kept = what == "crashes" and role in OTHERS  # the kubelet starts its container again
     num_restarts = run.restarts(lost)
     {"is deleted": run.delete, "crashes": run.crash, "is evicted": run.evict}[what](lost)
@@ -100,12 +100,14 @@ def test_the_ledger_balances_after_all_that(running: ClusterRun) -> None:
 
 
 def test_rollouts_are_added_and_taken_away(running: ClusterRun) -> None:
+    lost = set(running.lost())
     running.kubectl("scale", "deployment/rollout", "--replicas=3")
     grew_s = running.wait("three rollouts", lambda: len(running.ready("rollout")) == 3, START_S)
     running.kubectl("scale", "deployment/rollout", "--replicas=1")
     running.wait("one rollout", lambda: len(running.pods("rollout")) == 1)
-    before = running.step()
-    running.wait("a step with one rollout", lambda: running.step() > before)
+    before = running.step_now()
+    running.wait("two steps with one rollout", lambda: running.step() >= before + 2)
+    assert set(running.lost()) <= lost, "those that were asked to end have left"
     tell(f"three rollouts after {grew_s:.0f} s")
 
 
@@ -138,7 +140,7 @@ def test_a_trainer_on_two_nodes_loses_one_and_meets_again(job: Path, tmp_path: P
         run.wait("the first step", lambda: run.step() >= 1, START_S)
         both = run.ready("actor")
         assert len(both) == 2
-        before, began = run.step(), time.monotonic()
+        before, began = run.step_now(), time.monotonic()
         run.delete(next(name for name in both if "-actor-0-1-" in name))
         run.wait("both pods anew", lambda: len(set(run.ready("actor").values()) - set(both.values())) == 2, START_S)
         run.wait("two steps of both", lambda: run.step() >= before + 2, START_S)

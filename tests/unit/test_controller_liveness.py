@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import redis
 
 from rolecall.contract import contract_version
 from rolecall.errors import ConfigError, UnknownWorkerError, WorkerLostError
@@ -191,7 +192,7 @@ async def test_a_zombie_does_not_take_its_successors_place(fleet: Fleet) -> None
     fleet.heartbeat(says("b"))
 
 
-async def test_a_worker_that_leaves_is_not_lost_and_what_it_still_held_goes_to_others_at_once(
+async def test_a_worker_that_leaves_is_not_told_of_as_lost_and_what_it_still_held_goes_to_others_at_once(
     fleet: Fleet, store: StoreUnderTest
 ) -> None:
     store.admit(1)
@@ -199,11 +200,17 @@ async def test_a_worker_that_leaves_is_not_lost_and_what_it_still_held_goes_to_o
     fleet.join(request("a"))
     fleet.heartbeat(says("a", leaving=True))
     assert fleet.statuses() == []
-    assert fleet.is_lost("rollout-0") == ""
+    assert fleet.is_lost("rollout-0") == "it was asked to end and has left"
+    with pytest.raises(WorkerLostError):
+        fleet.heartbeat(says("a"))
     await asyncio.wait_for(fleet.settled(), 30)
     assert store.ledger.counts().queued == 1
+    with redis.Redis.from_url(store.url, decode_responses=True) as client:
+        (key,) = client.scan_iter(match=f"*{store.run}*:g:0")
+        assert client.hmget(key, "excused", "deaths") == ["1", None], "no prompt is to blame for it"
     fleet.join(request("b"))
     assert [status.incarnation for status in fleet.statuses()] == ["b"]
+    assert fleet.is_lost("rollout-0") == ""
 
 
 async def test_a_trainer_that_leaves_is_told_at_once(fleet: Fleet) -> None:
@@ -211,7 +218,7 @@ async def test_a_trainer_that_leaves_is_told_at_once(fleet: Fleet) -> None:
     fleet.join(request("a", controller_pb2.ROLE_ACTOR))
     await asyncio.sleep(0.05)
     fleet.heartbeat(says("a", leaving=True))
-    with pytest.raises(WorkerLostError, match=r"rollout-0.a is lost: it has left"):
+    with pytest.raises(WorkerLostError, match=r"rollout-0.a is lost: it was asked to end and has left"):
         await asyncio.wait_for(waiting, 30)
 
 

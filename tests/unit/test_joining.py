@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.launcher.joining import Joining
+from rolecall.launcher.joining import REJOIN_GRACE_S, Joining
 from rolecall.launcher.processes import Start, Worker
 from rolecall.settings import ControllerSection
 from rolecall.shifts import ShiftLocks
+from rolecall.v1 import controller_pb2
 
 LIMIT_S = 30.0
 
@@ -49,3 +50,21 @@ def test_the_wait_for_a_shift_is_not_a_start_that_hangs(tmp_path: Path, monkeypa
         assert "rollout" not in judged(0.9 * LIMIT_S)
         assert "rollout" in judged(0.2 * LIMIT_S)
     locks.close()
+
+
+def test_a_worker_that_has_left_has_as_long_to_end_as_one_to_be_heard_of_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, controller = Clock(), ControllerSection(start_timeout_s=LIMIT_S)
+    monkeypatch.setattr("rolecall.launcher.joining.time", clock)
+    joining = Joining(controller)
+    member = controller_pb2.WorkerStatus(worker="reward", incarnation="reward-incarnation")
+    with subprocess.Popen(["true"]) as process:
+        running = {"reward": start_of("reward", process, clock.now)}
+        for _ in range(3):
+            clock.now += 10 * LIMIT_S
+            assert list(joining.judge([member], running, 0.0, ())) == []
+        clock.now += controller.lease_s + REJOIN_GRACE_S - 1.0
+        assert list(joining.judge([], running, 0.0, ())) == []
+        clock.now += 2.0
+        assert [name for name, _ in joining.judge([], running, 0.0, ())] == ["reward"]

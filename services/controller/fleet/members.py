@@ -55,10 +55,12 @@ MAKERS = (controller_pb2.ROLE_ROLLOUT, controller_pb2.ROLE_ACTOR)
 
 @dataclass(frozen=True)
 class Lost:
-    """The last incarnation of a worker, given up."""
+    """The last incarnation of a worker that is a member no more."""
 
     worker: Worker
     loss: Loss
+    has_left: bool
+    """Whether it was asked to end, and said so."""
 
 
 class Fleet:
@@ -85,7 +87,8 @@ class Fleet:
         self._workers: dict[str, Worker] = {}
         self._lost: dict[str, Lost] = {}
         self._refused: dict[str, str] = {}
-        self._to_expel: deque[tuple[Worker, str]] = deque()
+        self._to_expel: deque[tuple[Worker, str, bool]] = deque()
+        """Workers to expel, why, and whether each left when asked: then no prompt that it still held is to blame."""
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
@@ -138,8 +141,7 @@ class Fleet:
         worker.heard(request, self._clock())
         if request.leaving:
             logger.info("%s has left", worker.consumer)
-            self._refuse(worker.consumer, "it has left")
-            self._expect_no_more(worker, "it has left")
+            self._part_with(worker, Loss("it was asked to end and has left", is_final=True), has_left=True)
 
     def _member(self, request: controller_pb2.JoinRequest) -> Worker:
         now, hang_s = self._clock(), self._hang_s(request)
@@ -198,7 +200,7 @@ class Fleet:
         """Every member, and who was lost and has not been replaced."""
         now = self._clock()
         known = [(worker, "") for worker in self._workers.values()] + [
-            (lost.worker, lost.loss.reason) for lost in self._lost.values()
+            (lost.worker, lost.loss.reason) for lost in self._lost.values() if not lost.has_left
         ]
         return [
             controller_pb2.WorkerStatus(
@@ -238,7 +240,7 @@ class Fleet:
         )
 
     def is_lost(self, worker: str) -> str:
-        """The reason why the worker of this name was given up; "" while it is a member, or was never one."""
+        """The reason why the worker of this name is no member any more; "" while it is one, or was never."""
         lost = self._lost.get(worker)
         return "" if lost is None else lost.loss.reason
 
@@ -323,20 +325,20 @@ class Fleet:
     def give_up(self, worker: Worker, loss: Loss) -> None:
         """Ends a membership."""
         logger.warning("%s is given up: %s", worker.consumer, loss.reason)
-        _remember(self._lost, worker.join.worker, Lost(worker, loss))
+        self._part_with(worker, loss, has_left=False)
+
+    def _part_with(self, worker: Worker, loss: Loss, *, has_left: bool) -> None:
+        del self._workers[worker.join.worker]
+        _remember(self._lost, worker.join.worker, Lost(worker, loss, has_left))
         if loss.is_final:
             self._refuse(worker.consumer, loss.reason)
-        self._expect_no_more(worker, loss.reason)
-
-    def _expect_no_more(self, worker: Worker, reason: str) -> None:
-        del self._workers[worker.join.worker]
-        self._to_expel.append((worker, reason))
+        self._to_expel.append((worker, loss.reason, has_left))
         self._changed.set()
 
     def _replace(self, worker: Worker, request: controller_pb2.JoinRequest) -> None:
         reason = f"replaced by {request.worker}.{request.incarnation}"
         self._refuse(worker.consumer, reason)
-        self._to_expel.append((worker, f"its process ended while {worker.phase!r}; {reason}"))
+        self._to_expel.append((worker, f"its process ended while {worker.phase!r}; {reason}", False))
 
     def _refuse(self, consumer: str, reason: str) -> None:
         _remember(self._refused, consumer, reason)
@@ -344,9 +346,9 @@ class Fleet:
     async def _expel(self) -> None:
         while True:
             while self._to_expel:
-                worker, reason = self._to_expel[0]
+                worker, reason, has_left = self._to_expel[0]
                 try:
-                    await self._bury(worker, reason)
+                    await self._bury(worker, reason, is_excused=has_left or worker.was_paused)
                 except (StoreUnavailableError, StoreRolledBackError) as error:  # the loop sees to it
                     logger.warning("%s is not expelled yet: %s", worker.consumer, error.message)
                     await asyncio.sleep(self._settings.controller.heartbeat_s)
@@ -355,10 +357,10 @@ class Fleet:
                 self._changed.set()
             await self._change()
 
-    async def _bury(self, worker: Worker, reason: str) -> None:
+    async def _bury(self, worker: Worker, reason: str, *, is_excused: bool) -> None:
         if isinstance(worker, Rollout):
             limit = self._settings.controller.max_deliveries
-            await self._threads.call(self._ledger.expel, worker.consumer, limit, worker.was_paused, error=reason)
+            await self._threads.call(self._ledger.expel, worker.consumer, limit, is_excused, error=reason)
             self._closing.add(task := asyncio.create_task(_close_later(worker)))
             task.add_done_callback(self._closing.discard)
 
