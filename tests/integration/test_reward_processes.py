@@ -181,6 +181,7 @@ async def test_the_service_joins_its_run_and_leaves_no_process(start: StartProce
     assert (join.role, join.worker, join.address) == (controller_pb2.ROLE_REWARD, "reward", address)
     assert len(workers) == 2
     assert code == 0
+    assert controller.beats[-1].leaving
     assert not psutil.wait_procs(workers, timeout=30)[1]
 
 

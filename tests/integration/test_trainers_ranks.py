@@ -87,6 +87,7 @@ async def test_two_ranks_train_what_one_rank_trains_with_rows_of_their_own_or_sh
                 process.send_signal(signal.SIGTERM)
                 await actor.ended(STOP_TIMEOUT_S)
                 assert process.returncode not in (0, None)  # stopped, and the run was not over
+                assert peer.beats[-1].leaving
     ours = [
         load_file(exported(tmp_path / "checkpoints" / f"actor-{index}") / "model.safetensors")
         for index in range(len(LAYOUTS))

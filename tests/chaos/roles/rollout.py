@@ -45,6 +45,7 @@ async def serve_rollout(args: ServiceArgs, hook: Hook, connection: Connection, f
     failed = asyncio.ensure_future(_first_failure(membership.failed, twin.pulling, beating))
     try:
         await serve(twin.server, drain=drain, failed=failed, grace_s=3.0)
+        await membership.leave()
     finally:
         failed.cancel()
         membership.stop()
