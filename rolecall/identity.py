@@ -5,10 +5,8 @@ FIXED and FIXED_OF_SFT are the tables of them; every other setting may change (d
 resume"). Of files the contents count, not the path.
 """
 
-import errno
 import hashlib
 import json
-import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -68,7 +66,7 @@ _OF_BOTH = (
     Fixed(
         "model.path/additional_chat_templates",
         "they say how tools and conversations are shown",
-        lambda settings: [_of_file(file) for file in sorted(settings.model.path.glob(_NAMED_TEMPLATES))],
+        lambda settings: _of_named_templates(settings.model.path),
     ),
     Fixed(
         "model.chat_template",
@@ -219,7 +217,7 @@ def settle(settings: RunSettings | SftSettings) -> None:
                 "model of this one's checkpoint)"
             )
     # of what was kept nothing changes; the rest is what a release that it began with did not keep
-    keeps = {**now, **in_dir}
+    keeps = {**{name: value for name, value in now.items() if value is not _UNTOLD}, **in_dir}
     if not keeps.get(RUN_ID):  # a run whose directory is lost is still the one that its checkpoints are of
         keeps[RUN_ID] = (newest.run_id if newest else "") or secrets.token_hex(8)
     if keeps != in_dir:
@@ -254,12 +252,13 @@ def _before_and_now(before: Any, now: Any) -> str:
     return f": {before!r} before, {now!r} now" if before != now else f": {now!r} with other contents before"
 
 
-def _of_critic(settings: RunSettings) -> dict[str, Any] | None:
+def _of_critic(settings: RunSettings) -> Any:
     """The critic's adapters and the model beneath them, which critic.path may name; the actor's is fixed by itself."""
     critic = settings.critic
     if critic is None or critic.lora is None:
         return None
-    return {**critic.lora.as_kept(), "base": _of_model(critic.path or settings.model.path)}
+    base = _of_model(critic.path or settings.model.path)
+    return _UNTOLD if base is _UNTOLD else {**critic.lora.as_kept(), "base": base}
 
 
 def _of_function(section: PluginSection) -> list[str]:
@@ -277,11 +276,22 @@ def _of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _of_model(folder: Path) -> str:
-    files = [file for pattern in _MODEL_FILES for file in sorted(folder.glob(pattern))]
-    if not files:  # nothing must be kept that the model, once it is there, would be another than
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / _MODEL_FILES[0]))
+def _files_of(folder: Path) -> list[Path]:
+    """The files that make a model what it is; none where it is not there."""
+    return [file for pattern in _MODEL_FILES for file in sorted(folder.glob(pattern))]
+
+
+def _of_model(folder: Path) -> Any:
+    files = _files_of(folder)
+    if not files:  # whoever loads it says so; kept, it would be another than the model once that is there
+        return _UNTOLD
     return hashlib.sha256(json.dumps([(file.name, _of_large_file(file)) for file in files]).encode()).hexdigest()
+
+
+def _of_named_templates(folder: Path) -> Any:
+    if not _files_of(folder):
+        return _UNTOLD
+    return [_of_file(file) for file in sorted(folder.glob(_NAMED_TEMPLATES))]
 
 
 def _of_large_file(path: Path) -> str:

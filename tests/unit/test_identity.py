@@ -41,20 +41,24 @@ def test_a_run_goes_on_with_the_same(begin: MakeSettings) -> None:
     settle(begin())
 
 
-@pytest.mark.parametrize(
-    ("setting", "place", "file"),
-    [("data.train", "train.jsonl", "train.jsonl"), ("model.path", "model", "model/config.json")],
-)
-def test_what_is_not_there_yet_is_named_with_its_setting_and_nothing_is_kept(
-    begin: MakeSettings, tmp_path: Path, setting: str, place: str, file: str
-) -> None:
+def test_data_that_is_not_there_yet_is_named_with_its_setting(begin: MakeSettings, tmp_path: Path) -> None:
+    settings = begin()
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(ConfigError, match=rf"data.train: there is no file {tmp_path}/train.jsonl on this machine"):
+        settle(settings)
+
+
+def test_a_model_that_was_not_there_yet_is_not_another_one_once_it_is(begin: MakeSettings, tmp_path: Path) -> None:
     settings = begin(run={"name": "test", "num_steps": 1, "dir": str(tmp_path / "late")})
     (tmp_path / "late").mkdir()
-    (tmp_path / place).rename(tmp_path / "moved")
-    with pytest.raises(ConfigError, match=rf"{setting}: there is no file {tmp_path / file} on this machine"):
-        settle(settings)
-    (tmp_path / "moved").rename(tmp_path / place)
+    (tmp_path / "model").rename(tmp_path / "moved")
     settle(settings)
+    (tmp_path / "moved").rename(tmp_path / "model")
+    settle(settings)
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    with pytest.raises(ConfigError, match=r"another model\.path"):
+        settle(settings)
 
 
 @pytest.mark.parametrize(
