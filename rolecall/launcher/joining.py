@@ -78,7 +78,7 @@ class Joining:
             if told_at is not None:
                 limit_s = self._section.lease_s + REJOIN_GRACE_S
                 if waited_s > limit_s:
-                    yield name, f"{name} did not join the controller again within {limit_s:g} s and was killed"
+                    yield name, f"the controller has not told of {name} for {limit_s:g} s, and it was killed"
             elif waited_s > (limit_s := self._patience_s(name)):
                 yield name, f"{name} had not joined the controller after {limit_s:.0f} s and was killed"
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.deploy.project import ROOT, wait_for
+
 ROLECALL = str(ROOT / ".venv" / "bin" / "rolecall")
 CONTEXT = os.environ.get("CONTEXT", "")
 """The kubectl context of the cluster. Nothing is applied to one that nobody named."""
@@ -185,12 +185,7 @@ class ClusterRun:
 
     def wait(self, what: str, holds: Callable[[], bool], within_s: float = 420.0) -> float:
         """Waits until `holds`, and returns for how long; fails with the pods and their last words."""
-        began = time.monotonic()
-        while not holds():
-            if time.monotonic() - began > within_s:
-                raise AssertionError(f"{what} not within {within_s:.0f} s:\n{self.told()}")
-            time.sleep(1.0)
-        return time.monotonic() - began
+        return wait_for(what, holds, within_s, self.told)
 
     def told(self) -> str:
         """The pods, the last events and the last lines of each role's log."""
@@ -201,13 +196,9 @@ class ClusterRun:
         logs = [self.kubectl("logs", "-l", f"{COMPONENT}={role}", *words, check=False).stdout for role in roles]
         return "\n".join([pods, *events, *logs])
 
-    def in_fill(self, *words: str, check: bool = True) -> str:
-        """Runs a program in the pod that has the volumes."""
-        return self.kubectl("exec", "fill", "--", *words, check=check).stdout
-
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl, read from the volume."""
-        text = self.in_fill("cat", f"{self._settings()['run']['dir']}/metrics.jsonl")
+        text = self.kubectl("exec", "fill", "--", "cat", f"{self._settings()['run']['dir']}/metrics.jsonl").stdout
         return [json.loads(line) for line in text.splitlines()]
 
 

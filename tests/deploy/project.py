@@ -83,12 +83,7 @@ class Project:
 
     def wait(self, what: str, holds: Callable[[], bool], within_s: float = 420.0) -> float:
         """Waits until `holds`, and returns for how long; fails with the last lines of the logs."""
-        began = time.monotonic()
-        while not holds():
-            if time.monotonic() - began > within_s:
-                raise AssertionError(f"{what} not within {within_s:.0f} s:\n{self.logs(60)}")
-            time.sleep(1.0)
-        return time.monotonic() - began
+        return wait_for(what, holds, within_s, lambda: self.logs(60))
 
     def logs(self, lines: int, *services: str) -> str:
         """The last lines of the logs."""
@@ -108,6 +103,16 @@ class Project:
     def accuracy(self) -> float:
         """Held-out accuracy at the last evaluation."""
         return float([row for row in self.metrics() if "eval/heldout/accuracy" in row][-1]["eval/heldout/accuracy"])
+
+
+def wait_for(what: str, holds: Callable[[], bool], within_s: float, told: Callable[[], str]) -> float:
+    """Waits until `holds`, and returns for how long; fails with what is `told`."""
+    began = time.monotonic()
+    while not holds():
+        if time.monotonic() - began > within_s:
+            raise AssertionError(f"{what} not within {within_s:.0f} s:\n{told()}")
+        time.sleep(1.0)
+    return time.monotonic() - began
 
 
 def docker(*words: str) -> str:

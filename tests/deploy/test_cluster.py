@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.cluster import ROOT, ClusterRun, cluster_run
+from tests.deploy.cluster import ClusterRun, cluster_run
+from tests.deploy.project import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
 START_S = 480.0

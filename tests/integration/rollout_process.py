@@ -52,6 +52,8 @@ class YesController:
         self.moves: list[tuple[bool, int]] = []
         """(busy, progress) of each heartbeat."""
         self.has_given_up = False
+        self.was_left = False
+        """Whether the last heartbeat said that the worker leaves."""
         self.arrived = threading.Event()
 
     def join(self, request: controller_pb2.JoinRequest, context: Any) -> controller_pb2.JoinResponse:
@@ -62,6 +64,7 @@ class YesController:
     def heartbeat(self, request: controller_pb2.HeartbeatRequest, context: Any) -> controller_pb2.HeartbeatResponse:
         self.phases.append(request.phase)
         self.moves.append((request.busy, request.progress))
+        self.was_left = request.leaving
         if self.has_given_up:
             lost = WorkerLostError("hung: no progress")
             context.set_trailing_metadata(status.trailing_metadata(lost))

@@ -180,3 +180,9 @@ def test_an_adapter_that_does_not_fit_and_whole_weights_tear_and_the_next_publis
     rollout.open_epoch()
     rollout.publish()
     assert generated(rollout, actor) < TOLERANCE
+
+
+def test_a_replica_that_is_asked_to_end_leaves(rollout: RolloutProcess) -> None:
+    rollout.process.terminate()
+    assert rollout.process.wait(60) == 0
+    assert rollout.controller.was_left
