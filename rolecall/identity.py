@@ -16,6 +16,7 @@ from typing import Any
 from rolecall.checkpoint.manifest import RUN_ID, Committed, RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.config_file import read_tree
+from rolecall.data.model_files import model_shapes
 from rolecall.disk import reading, replace_text
 from rolecall.errors import ConfigError, NotFoundError
 from rolecall.settings import LoraSection, PluginSection, RunSettings, SftSettings
@@ -62,7 +63,9 @@ class Fixed:
 
 _OF_BOTH = (
     Fixed("run.seed", "the order of the data derives from it", lambda settings: settings.run.seed),
-    Fixed("model.path", "the checkpoints are of this model", lambda settings: _of_model(settings.model.path)),
+    Fixed(
+        "model.path", "the checkpoints are of this model", lambda settings: _of_model(settings.model.path, "model.path")
+    ),
     Fixed(
         "model.path/additional_chat_templates",
         "they say how tools and conversations are shown",
@@ -257,7 +260,7 @@ def _of_critic(settings: RunSettings) -> Any:
     critic = settings.critic
     if critic is None or critic.lora is None:
         return None
-    base = _of_model(critic.path or settings.model.path)
+    base = _of_model(critic.path, "critic.path") if critic.path else _of_model(settings.model.path, "model.path")
     return _UNTOLD if base is _UNTOLD else {**critic.lora.as_kept(), "base": base}
 
 
@@ -276,22 +279,26 @@ def _of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _files_of(folder: Path) -> list[Path]:
-    """The files that make a model what it is; none where it is not there."""
-    return [file for pattern in _MODEL_FILES for file in sorted(folder.glob(pattern))]
+def _has_weights(folder: Path) -> bool:
+    """Whether there is a model at all. Whoever loads it says so where there is none; what lies in its place, kept,
+    would be another one than the model once that is there.
+    """
+    return any(folder.glob("*.safetensors"))
 
 
-def _of_model(folder: Path) -> Any:
-    files = _files_of(folder)
-    if not files:  # whoever loads it says so; kept, it would be another than the model once that is there
+def _of_model(folder: Path, setting: str) -> Any:
+    """ConfigError where only a part of the weights is there, as while they are copied: kept, it would be another model
+    than the whole.
+    """
+    if not _has_weights(folder):
         return _UNTOLD
+    model_shapes(folder, setting)
+    files = [file for pattern in _MODEL_FILES for file in sorted(folder.glob(pattern))]
     return hashlib.sha256(json.dumps([(file.name, _of_large_file(file)) for file in files]).encode()).hexdigest()
 
 
 def _of_named_templates(folder: Path) -> Any:
-    if not _files_of(folder):
-        return _UNTOLD
-    return [_of_file(file) for file in sorted(folder.glob(_NAMED_TEMPLATES))]
+    return [_of_file(file) for file in sorted(folder.glob(_NAMED_TEMPLATES))] if _has_weights(folder) else _UNTOLD
 
 
 def _of_large_file(path: Path) -> str:

@@ -61,6 +61,18 @@ def test_a_model_that_was_not_there_yet_is_not_another_one_once_it_is(begin: Mak
         settle(settings)
 
 
+def test_a_model_that_is_still_being_copied_is_named_and_not_kept(begin: MakeSettings, tmp_path: Path) -> None:
+    settings = begin(run={"name": "test", "num_steps": 1, "dir": str(tmp_path / "late")})
+    (tmp_path / "late").mkdir()
+    weights = tmp_path / "model" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    with pytest.raises(ConfigError, match=rf"{weights} is cut short: {len(whole) - 1} bytes of {len(whole)}"):
+        settle(settings)
+    weights.write_bytes(whole)
+    settle(settings)
+
+
 @pytest.mark.parametrize(
     ("setting", "changed"),
     [
