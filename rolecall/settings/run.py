@@ -141,6 +141,13 @@ class RunSettings(Section):
         """Whether rollouts sleep while the trainers work, and the trainers wait in host memory while they sample."""
         return bool(self.rollout.sleep_mode)
 
+    @property
+    def keeps_over_shifts(self) -> bool:
+        """Whether responses that are unfinished when rollouts leave shared devices keep their tokens and go on later.
+        Episodes come to their end before, for what environments and agents do meanwhile has deadlines.
+        """
+        return self.environment is None and self.rollout.pause_mode in ("keep", "keep_cache")
+
     def weight_backend(self, *, receivers_on_gpus: bool) -> WeightBackend:
         """The way of the weights to receivers that are, all of them, on GPUs or not. Not nccl on GPUs that are shared:
         it has one rank on each.

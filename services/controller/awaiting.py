@@ -60,8 +60,8 @@ class NextBatches:
         if sealed is not None:
             groups = asyncio.create_task(self.assembly.groups(sealed.gids))
         else:
-            # Where rollouts are to leave the devices for this batch, what they have begun comes to its end first.
-            at_rest = self.settings.takes_shifts
+            # Rollouts that are to leave the devices for this batch, and do not keep what they have begun, end it first.
+            at_rest = self.settings.takes_shifts and not self.settings.keeps_over_shifts
             groups = asyncio.create_task(self.assembly.next_batch(step, begun, at_rest=at_rest))
         ending = asyncio.create_task(self.end.wait())
         stall = StallClock(_patience_s(self.settings))

@@ -333,9 +333,8 @@ class PullLoop:
         this group does not come to its end.
         """
         try:
-            with self._replica.sampling_group():
-                async with asyncio.timeout(self._settings.generation_timeout_s):
-                    return await self._sampler.sample(claim)
+            async with self._replica.sampling_group(self._settings.generation_timeout_s):
+                return await self._sampler.sample(claim)
         except TimeoutError as error:
             if not self._replica.gate.is_open:
                 raise DeadlineError("no weights were attested in time") from error

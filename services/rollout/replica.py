@@ -12,8 +12,8 @@ is dropped before others are loaded.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from rolecall.telemetry.states import StateClock
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.weights.transferred import Transferred
 from services.rollout.activity import Activity
+from services.rollout.awake import AwakeDeadlines
 from services.rollout.gate import Gate
 from services.rollout.sampling import MeetingPlace, PauseMode, Probed, RolloutEngine, Sample, SampleRequest, Transfer
 from services.rollout.state import HeldWeights, State
@@ -89,6 +90,7 @@ class Replica:
         self._on_serving = on_serving
         self._changing = asyncio.Lock()
         self._activity = Activity()
+        self._deadlines = AwakeDeadlines()
         self._load: asyncio.Task[tuple[Transferred, Probed | None]] | None = None
         self._joins: set[asyncio.Task[None]] = set()
         self._resuming: asyncio.Task[None] | None = None
@@ -119,9 +121,14 @@ class Replica:
         """Returns what it did with its time."""
         return self._activity.states
 
-    def sampling_group(self) -> AbstractContextManager[None]:
-        """Surrounds the sampling of a group of the run: what is sampled outside it is for whoever called Generate."""
-        return self._activity.sampling_group()
+    @asynccontextmanager
+    async def sampling_group(self, timeout_s: float) -> AsyncIterator[None]:
+        """Surrounds the sampling of a group of the run: what is sampled outside it is for whoever called Generate.
+        TimeoutError when it takes longer than timeout_s, in which the engine's sleep does not count.
+        """
+        with self._activity.sampling_group():
+            async with self._deadlines.within(timeout_s):
+                yield
 
     @property
     def is_busy(self) -> bool:
@@ -380,7 +387,9 @@ class Replica:
     # --- memory and the end -----------------------------------------------------------------------
 
     async def sleep(self, level: int) -> None:
-        """Frees GPU memory; what is kept is given up with its KV cache. Idempotent at one level.
+        """Frees GPU memory. Idempotent at one level. Requests that the pause kept go on once the engine serves again,
+        and compute their keys and values anew; they are given up where its weights are attested no more: vLLM may have
+        to wake as a whole before it can sleep, and would go on with them.
 
         ConflictError unless paused, AsleepError at another level, NotOnThisDeviceError, InvalidInputError.
         """
@@ -395,11 +404,14 @@ class Replica:
                 raise ConflictError("the engine is serving; Pause it before Sleep")
             # first: a caller that leaves meanwhile must not leave an engine that only seems awake
             if self.held.sleep_level != level:
+                is_attested = self.held.state is State.ATTESTED
                 self.held.fall_asleep(level)
+                self._stop_keeping()
+                self._deadlines.stop()
+                if not is_attested:
+                    await self._give_up()
             with self._activity.asking():  # again, too: that caller may have left before it was done
                 await self._engine.sleep(level)
-            self._stop_keeping()
-            await self.gate.give_up()
             if self._post is not None:
                 self._post.leave()
 
@@ -413,6 +425,8 @@ class Replica:
                 with self._activity.asking():
                     await self._engine.wake_up()
                 self.held.wake()
+                self._deadlines.go_on()
+                self._start_keeping()
 
     def _require_sleep(self) -> None:
         if not self.info.sleep_levels:

@@ -180,8 +180,8 @@ class EngineWeights(Protocol):
         """
 
     async def sleep(self, level: int) -> None:
-        """Level 1 keeps the weights in host memory, level 2 drops them. Only at the levels of `info`; again at the same
-        one does nothing.
+        """Level 1 keeps the weights in host memory, level 2 drops them; requests that were kept stay so. Only at the
+        levels of `info`; again at the same one does nothing.
         """
 
     async def wake_up(self) -> None:

@@ -10,7 +10,7 @@ script says.
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -106,6 +106,11 @@ class ScriptedEngine:
     def num_running(self) -> int:
         """Requests in flight, kept ones included."""
         return len(self._running)
+
+    @property
+    def running(self) -> Collection[Running]:
+        """Requests in flight, each as far as it has come."""
+        return self._running.values()
 
     async def sample(self, request: SampleRequest) -> Sample:
         """Implements SamplingEngine.sample."""
@@ -218,7 +223,7 @@ class ScriptedEngine:
 
     async def sleep(self, level: int) -> None:
         """Implements EngineWeights.sleep."""
-        await self.pause(PauseMode.ABORT)
+        await self.pause(PauseMode.KEEP)
 
     async def wake_up(self) -> None:
         """Implements EngineWeights.wake_up."""

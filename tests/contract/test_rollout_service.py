@@ -430,6 +430,49 @@ async def test_an_engine_that_sleeps_neither_resumes_nor_loads_until_it_wakes(ro
     await rollout.publish(2)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+async def test_a_group_kept_over_a_sleep_goes_on_with_the_next_weights_and_its_deadline_stands_still(
+    store: StoreUnderTest, tmp_path: Path, level: int
+) -> None:
+    write_tokenizer(tmp_path)
+    engine = ScriptedEngine(token_s=0.002, sleep_levels=(1, 2))
+    async with replica_under_test(store, tmp_path, engine, generation_timeout_s=2.0, keep_timeout_s=30.0) as rollout:
+        await rollout.publish(1)
+        engine.hold = True
+        rollout.admit(1, num_responses=8)
+        await rollout.runs(8)
+        engine.step(2)
+        await until(lambda: engine.num_running < 8 or all(len(each.tokens) == 2 for each in engine.running))
+        for _ in range(2):  # the controller may ask again
+            await rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=rollout_pb2.PAUSE_MODE_KEEP))
+            await rollout.stub.Sleep(rollout_pb2.SleepRequest(ctl=1, level=level))
+        engine.hold = False
+        await asyncio.sleep(2.5)  # longer than the deadline
+        assert engine.num_running > 0
+        for _ in range(2):
+            await rollout.stub.WakeUp(rollout_pb2.WakeUpRequest(ctl=1))
+        await rollout.publish(2)
+        (group,) = await rollout.committed(1)
+        assert (group.min_policy_version, group.max_policy_version) == (1, 2)
+
+
+async def test_what_waits_for_the_weights_of_a_publish_that_failed_is_given_up_by_a_sleep(
+    rollout: ReplicaUnderTest,
+) -> None:
+    await rollout.publish(1)
+    rollout.engine.hold = True
+    rollout.admit(1)
+    await rollout.runs(4)
+    await rollout.receive(2)  # and nobody attests it
+    rollout.engine.hold = False
+    await rollout.stub.Sleep(rollout_pb2.SleepRequest(ctl=1, level=2))
+    await rollout.runs(0)
+    await rollout.stub.WakeUp(rollout_pb2.WakeUpRequest(ctl=1))
+    await rollout.publish(3)
+    (group,) = await rollout.committed(1)  # given back, and begun again
+    assert (group.min_policy_version, group.max_policy_version) == (3, 3)
+
+
 async def test_sleep_is_not_for_cpus(store: StoreUnderTest, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     async with replica_under_test(store, tmp_path, ScriptedEngine()) as rollout:

@@ -76,10 +76,9 @@ def test_a_warm_up_that_the_run_does_not_outlast_is_noted(config: Path) -> None:
 
 
 def test_what_a_publish_does_with_responses_in_flight_is_told_where_there_are_any(config: Path) -> None:
-    def told(mode: str, staleness: int = 1) -> str:
-        return findings(load_settings(config, [f"algorithm.max_staleness={staleness}", f"rollout.pause_mode={mode}"]))[
-            1
-        ]
+    def told(mode: str, *more: str, staleness: int = 1) -> str:
+        given = [f"algorithm.max_staleness={staleness}", f"rollout.pause_mode={mode}", *more]
+        return findings(load_settings(config, given))[1]
 
     longest = load_settings(config).max_row_tokens
     assert "at a publish" not in told("keep", staleness=0)
@@ -87,6 +86,12 @@ def test_what_a_publish_does_with_responses_in_flight_is_told_where_there_are_an
     assert "in flight, up to 8, keep their tokens, with the keys and values" in told("keep_cache", staleness=2)
     assert "in flight, up to 4, end first (rollout.pause_mode wait)" in told("wait")
     assert "in flight, up to 4, begin again (rollout.pause_mode abort)" in told("abort")
+    shifts = "rollout.sleep_mode=true"
+    kept = (
+        f"between shifts: responses in flight, up to 4, keep their tokens, up to {4 * longest:,}, whose keys and values"
+    )
+    assert all(kept in told(mode, shifts) for mode in ("keep", "keep_cache"))
+    assert all("between shifts: nothing is in flight" in told(mode, shifts) for mode in ("wait", "abort"))
 
 
 def test_a_users_estimator_is_found_and_takes_its_options(config: Path) -> None:

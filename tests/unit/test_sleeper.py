@@ -23,7 +23,8 @@ class FakeEngine:
         self.runs_scheduler = False
         self.padding_is_clear = True
 
-    async def sleep(self, level: int) -> None:
+    async def sleep(self, level: int, mode: str) -> None:
+        assert mode == "keep"
         if not self.awake:
             return  # "already sleeping"
         assert len(self.awake) == 2, "vLLM unmaps what is unmapped"
@@ -100,8 +101,8 @@ async def test_a_sleep_whose_caller_left_is_repeated_without_forgetting_what_was
     sleeper, asleep = Sleeper(engine, alive), asyncio.Event()
     falls_asleep = engine.sleep
 
-    async def slowly(level: int) -> None:
-        await falls_asleep(level)
+    async def slowly(level: int, mode: str) -> None:
+        await falls_asleep(level, mode)
         asleep.set()
         await asyncio.Event().wait()
 

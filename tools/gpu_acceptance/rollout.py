@@ -189,27 +189,38 @@ async def _check_engine(pair: Pair) -> None:
 
 async def _publish_in_flight(pair: Pair, mode: PauseMode) -> None:
     """Responses go on under new weights, and say which tokens are of which."""
-    before, sampled = pair.root.version, pair.sample(pair.stage.pick(64, 2))
-    give_up_at = time.monotonic() + _RUNNING_S
-    while pair.engine.use.num_running == 0:
-        if time.monotonic() > give_up_at:
-            raise TimeoutError(f"no request was under way within {_RUNNING_S:.0f} s")
-        await asyncio.sleep(_POLL_S)
+    before, sampled = pair.root.version, await _under_way(pair)
     started = time.perf_counter()
     await pair.engine.pause(mode)
     pair.found.figure(f"{mode.value}, ms to come to rest", 1e3 * (time.perf_counter() - started))
     await pair.publish(f"{mode.value}, weights")
     await pair.engine.resume()
-    samples = await sampled
+    _require_versions(pair, mode.value, await sampled, before)
+
+
+async def _under_way(pair: Pair) -> "asyncio.Future[list[Sample]]":
+    """Responses of which some have begun."""
+    sampled = pair.sample(pair.stage.pick(64, 2))
+    give_up_at = time.monotonic() + _RUNNING_S
+    while pair.engine.use.num_running == 0:
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(f"no request was under way within {_RUNNING_S:.0f} s")
+        await asyncio.sleep(_POLL_S)
+    return sampled
+
+
+def _require_versions(pair: Pair, name: str, samples: Sequence[Sample], before: int) -> None:
+    """Each of them is whole, and says which tokens are of version `before` and which of the next."""
     versions = {span.policy_version for sample in samples for span in sample.spans}
-    pair.found.require(f"{mode.value}: versions {versions}", versions == {before, before + 1})
+    pair.found.require(f"{name}: versions {versions}", versions == {before, before + 1})
     covered = all(sum(span.end - span.start for span in sample.spans) == pair.length for sample in samples)
-    pair.found.require(f"{mode.value}: spans do not cover the responses", covered)
+    pair.found.require(f"{name}: spans do not cover the responses", covered)
 
 
 async def _sleep(pair: Pair) -> None:
-    """Level 2: weights are dropped, and come again over the channel."""
+    """Level 2: weights are dropped, and come again over the channel; responses that are unfinished go on after it."""
     found, engine = pair.found, pair.engine
+    version, sampled = pair.root.version, await _under_way(pair)
     await engine.pause(PauseMode.KEEP)
     before, started = memory_bytes(pair.stage.device)[0], time.perf_counter()
     await engine.sleep(2)
@@ -223,6 +234,7 @@ async def _sleep(pair: Pair) -> None:
     await pair.publish("weights after sleep")
     await pair.probe("probe after sleep")
     await engine.resume()
+    _require_versions(pair, "sleep", await sampled, version)
     samples = await pair.sample(16)
     found.require("responses after sleep are not whole", all(len(each.token_ids) == pair.length for each in samples))
 

@@ -145,7 +145,7 @@ def _batches(settings: RunSettings) -> Iterator[str]:
         f"staleness: at most {algorithm.max_staleness} steps; at most "
         f"{(1 + algorithm.max_staleness) * algorithm.groups_per_batch} groups in flight"
     )
-    if algorithm.max_staleness and not settings.takes_shifts:
+    if algorithm.max_staleness:
         yield _kept(settings)
     window, letters, failed = (
         settings.controller.failure_window,
@@ -177,12 +177,14 @@ def _calls(settings: RunSettings) -> Iterator[str]:
 
 
 def _kept(settings: RunSettings) -> str:
-    """Returns what a publish does with responses in flight, and at most how much is computed again for it."""
+    """Returns what a publish, or a shift, does with responses in flight, and how much is computed again at most."""
     rollout, algorithm = settings.rollout, settings.algorithm
     most = algorithm.max_staleness * algorithm.groups_per_batch * settings.responses_per_group
     if rollout.num_replicas:
         most = min(most, rollout.num_replicas * rollout.max_num_seqs)
-    match rollout.pause_mode:
+    if settings.takes_shifts and not settings.keeps_over_shifts:
+        return "between shifts: nothing is in flight; all that was begun ends before the rollouts sleep"
+    match "keep" if settings.takes_shifts else rollout.pause_mode:
         case "keep":
             does = (
                 f"keep their tokens, up to {most * settings.max_row_tokens:,}, whose keys and values are computed again"
@@ -193,7 +195,8 @@ def _kept(settings: RunSettings) -> str:
             does = "end first"
         case "abort":
             does = "begin again"
-    return f"at a publish: responses in flight, up to {most}, {does} (rollout.pause_mode {rollout.pause_mode})"
+    when = "between shifts" if settings.takes_shifts else "at a publish"
+    return f"{when}: responses in flight, up to {most}, {does} (rollout.pause_mode {rollout.pause_mode})"
 
 
 def _functions(settings: RunSettings) -> Iterator[str]:

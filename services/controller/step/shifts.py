@@ -49,6 +49,7 @@ class DeviceShifts:
         self._shift: Literal["none", "training", "publishing", "sampling"] = "none"
         # The base of adapters comes from model.path, and nobody would send it.
         self._level = 2 if settings.actor.lora is None else 1
+        self._pause_mode = rollout_pb2.PAUSE_MODE_KEEP if settings.keeps_over_shifts else rollout_pb2.PAUSE_MODE_ABORT
         self._seconds = Metrics()
 
     @property
@@ -103,7 +104,7 @@ class DeviceShifts:
         self._shift = "training"
 
     async def _put_to_sleep(self, ctl: int, rollout: Rollout) -> None:
-        pause = rollout_pb2.PauseRequest(ctl=ctl, mode=rollout_pb2.PAUSE_MODE_ABORT)
+        pause = rollout_pb2.PauseRequest(ctl=ctl, mode=self._pause_mode)
         await rollout.stub.Pause(pause, timeout=MOVE_TIMEOUT_S)
         await rollout.stub.Sleep(rollout_pb2.SleepRequest(ctl=ctl, level=self._level), timeout=MOVE_TIMEOUT_S)
 

@@ -5,7 +5,7 @@ awake, which may not be before there are weights. Knows no vLLM beyond the calls
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rolecall.errors import DeviceFullError
 
@@ -13,8 +13,8 @@ from rolecall.errors import DeviceFullError
 class SleepingEngine(Protocol):
     """The calls of `AsyncLLM` that make up a sleep."""
 
-    async def sleep(self, level: int) -> None:
-        """Aborts what runs and frees the device's memory; once awake as a whole."""
+    async def sleep(self, level: int, mode: Literal["keep"]) -> None:
+        """Pauses and frees the device's memory, once awake as a whole; what ran goes on when it runs again."""
 
     async def wake_up(self, tags: list[str]) -> bool:
         """Takes back the memory of "weights" or "kv_cache"; lets the scheduler go on once it has both."""
@@ -45,7 +45,7 @@ class Sleeper:
         if self._has_weights:
             await self.wake_whole()
             self._free_awake = self._free_awake or await self._free_bytes()
-            await self._alive(self._llm.sleep(level))
+            await self._alive(self._llm.sleep(level, "keep"))
             free = await self._free_bytes()
             self._given_back = [now - then for now, then in zip(free, self._free_awake, strict=True)]
             self._free_awake = []
