@@ -407,9 +407,25 @@ def _gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     return gradients
 
 
+def _share_groups() -> None:
+    """Gives all engines of this process the same group of the same ranks: each has a thread that looks for messages a
+    hundred times a second, and the groups of hundreds of jobs would keep the cores busy.
+    """
+    new_group, groups = dist.new_group, dict[tuple[int, ...], Any]()
+
+    def shared(ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
+        key = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+        if key not in groups:
+            groups[key] = new_group(ranks, *args, **options)
+        return groups[key]
+
+    dist.new_group = shared
+
+
 def main(folder: str, world_size: int, rank: int, asked: Connection) -> None:
     """Answers jobs until nobody is there to ask."""
     start_rank(RankSpec(rank, world_size, rank, (), f"file://{folder}/rendezvous", 1, 100.0))
+    _share_groups()
     worker = Rank()
     while True:
         try:
