@@ -73,6 +73,8 @@ def model_shapes(path: Path, setting: str) -> dict[str, list[int]]:
     if not files:
         raise ConfigError(f"{setting} {path} has no *.safetensors; convert the weights with save_pretrained")
     index = path / "model.safetensors.index.json"
+    if "-of-" in files[0].name and not index.is_file():
+        raise ConfigError(f"{setting} {path} has {files[0].name} and no {index.name}; download the rest")
     if index.is_file():
         missing = sorted(
             {str(name) for name in _json(index, setting).get("weight_map", {}).values()} - {file.name for file in files}

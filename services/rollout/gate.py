@@ -90,7 +90,8 @@ class Gate:
         def decided() -> bool:
             return self._open or self._is_given_up or self._num_given_up != before
 
-        await self._changed.wait_for(decided)  # bounded: by keep_timeout_s, past which what is kept is given up
+        # bounded: by keep_timeout_s, past which what is kept is given up; while the engine sleeps, by the controller
+        await self._changed.wait_for(decided)
         if not self._open or self._num_given_up != before:
             raise UnavailableError(
                 "what was sampled is discarded: the engine's weights tore or it was put to sleep; ask again"

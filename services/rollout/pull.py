@@ -18,6 +18,7 @@ pool.
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -343,7 +344,14 @@ class PullLoop:
             ) from error
 
     async def _commit(self, work: _Work, requests: list[SampleRequest], responses: list[Response]) -> None:
-        claim, group = work.claim, work.claim.group
+        """Stages the rows and commits the group. Rows that lay at the gate for half of their life, while the engine
+        slept, are staged again.
+        """
+        while not await self._is_committed(work, requests, responses):
+            pass
+
+    async def _is_committed(self, work: _Work, requests: list[SampleRequest], responses: list[Response]) -> bool:
+        claim, group, staged_at = work.claim, work.claim.group, time.monotonic()
         refs = await self._staging.stage(claim, requests, responses)
         spans = {(version, digest) for response in responses for version, digest in response.digests.items()}
         versions = sorted(version for version, _ in spans)
@@ -358,12 +366,15 @@ class PullLoop:
         if group.greedy_response:
             committed.greedy_row.CopyFrom(refs[-1])
         async with self._replica.gate.leaving():
+            if time.monotonic() - staged_at > self._settings.row_expiry_s / 2:
+                return False
             work.committing = True
             await asyncio.to_thread(self._queue.commit, claim, committed, spans)
         # The controller may have scored and dropped the group already; and it lifts the expiry, too, should the store
         # be away now.
         with contextlib.suppress(RowMissingError, StoreUnavailableError):
             await asyncio.to_thread(self._rows.persist, refs)
+        return True
 
     async def _release(self, work: _Work, reason: str) -> None:
         logger.info("group %d released: %s", work.claim.group.gid, reason)

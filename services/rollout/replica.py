@@ -12,7 +12,7 @@ is dropped before others are loaded.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -92,8 +92,9 @@ class Replica:
         self._activity = Activity()
         self._deadlines = AwakeDeadlines()
         self._load: asyncio.Task[tuple[Transferred, Probed | None]] | None = None
-        self._joins: set[asyncio.Task[None]] = set()
-        self._resuming: asyncio.Task[None] | None = None
+        self._changes: set[asyncio.Task[None]] = set()
+        self._keeps = False
+        """Whether the last pause left what was in flight to go on later."""
         self._sampling: set[asyncio.Task[Any]] = set()
         self._given_up: set[asyncio.Task[Any]] = set()
         self.info = engine.info
@@ -226,11 +227,7 @@ class Replica:
         if place.epoch <= self._epoch:
             raise StaleEpochError(f"epoch {place.epoch} is not newer than {self._epoch}, which this replica has seen")
         self._epoch = place.epoch
-        joining = asyncio.create_task(self._join(place))
-        self._joins.add(joining)
-        joining.add_done_callback(self._joins.discard)
-        joining.add_done_callback(_look_at)
-        await asyncio.shield(joining)  # bounded: by its timeout_s
+        await self._seen_to_its_end(self._join(place))
 
     async def _join(self, place: MeetingPlace) -> None:
         with self._activity.asking():
@@ -322,9 +319,7 @@ class Replica:
         A caller that leaves does not interrupt it: an engine that hangs in it is still seen to owe an answer.
         """
         self.held.check_whole()
-        self._resuming = asyncio.create_task(self._resume(policy_version, digest))
-        self._resuming.add_done_callback(_look_at)
-        await asyncio.shield(self._resuming)  # bounded: as what is inside
+        await self._seen_to_its_end(self._resume(policy_version, digest))
 
     async def _resume(self, policy_version: int, digest: str) -> None:
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
@@ -342,6 +337,7 @@ class Replica:
         await self._on_serving(False)  # bounded: sets health in this process
         try:
             await self.gate.shut()
+            self._keeps = mode is not PauseMode.ABORT
             await self._come_to_rest(mode)
         except (DeadlineError, asyncio.CancelledError):
             self._start_keeping()  # the gate stays shut, and perhaps nobody asks again
@@ -361,7 +357,8 @@ class Replica:
 
     def _start_keeping(self) -> None:
         self._stop_keeping()
-        self._keeping = asyncio.create_task(self._keep())
+        if not self.held.sleep_level:  # asleep, it keeps for as long as the trainers take
+            self._keeping = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
         """Gives up what is kept when nobody resumes: held any longer, its groups would be missing in the batch that the
@@ -389,7 +386,7 @@ class Replica:
     async def sleep(self, level: int) -> None:
         """Frees GPU memory. Idempotent at one level. Requests that the pause kept go on once the engine serves again,
         and compute their keys and values anew; they are given up where its weights are attested no more: vLLM may have
-        to wake as a whole before it can sleep, and would go on with them.
+        to wake as a whole before it can sleep, and would go on with them. A caller that leaves does not interrupt it.
 
         ConflictError unless paused, AsleepError at another level, NotOnThisDeviceError, InvalidInputError.
         """
@@ -399,25 +396,33 @@ class Replica:
                 f"level {level} is not one of this engine's: 1 keeps the weights in host memory, 2 drops them, "
                 "unless nobody sends them"
             )
+        await self._seen_to_its_end(self._sleep(level))
+
+    async def _sleep(self, level: int) -> None:
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             if self.gate.is_open:
                 raise ConflictError("the engine is serving; Pause it before Sleep")
-            # first: a caller that leaves meanwhile must not leave an engine that only seems awake
+            self._stop_keeping()
             if self.held.sleep_level != level:
-                is_attested = self.held.state is State.ATTESTED
+                keeps = self._keeps and self.held.state is State.ATTESTED
                 self.held.fall_asleep(level)
-                self._stop_keeping()
-                self._deadlines.stop()
-                if not is_attested:
+                if keeps:
+                    self._deadlines.stop()
+                else:
                     await self._give_up()
-            with self._activity.asking():  # again, too: that caller may have left before it was done
+            with self._activity.asking():
                 await self._engine.sleep(level)
             if self._post is not None:
                 self._post.leave()
 
     async def wake_up(self) -> None:
-        """Takes the memory back. Idempotent. ConflictError in the trainers' shift; DeviceFullError."""
+        """Takes the memory back. Idempotent. A caller that leaves does not interrupt it: the engine would be awake, and
+        seem asleep. ConflictError in the trainers' shift; DeviceFullError.
+        """
         self._require_sleep()
+        await self._seen_to_its_end(self._wake_up())
+
+    async def _wake_up(self) -> None:
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             if self.held.sleep_level:
                 if self._post is not None and not self._post.take():
@@ -427,6 +432,13 @@ class Replica:
                 self.held.wake()
                 self._deadlines.go_on()
                 self._start_keeping()
+
+    async def _seen_to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
+        changing = asyncio.create_task(change)
+        self._changes.add(changing)
+        changing.add_done_callback(self._changes.discard)
+        changing.add_done_callback(_look_at)
+        await asyncio.shield(changing)  # bounded: as what is inside
 
     def _require_sleep(self) -> None:
         if not self.info.sleep_levels:

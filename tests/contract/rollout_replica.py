@@ -85,6 +85,13 @@ class ReplicaUnderTest:
         await asyncio.to_thread(self.store.ledger.attest, version, version, digest_of(version), [self.consumer])
         await self.resume(version)
 
+    async def sleep(
+        self, level: int = 2, *, mode: rollout_pb2.PauseMode.ValueType = rollout_pb2.PAUSE_MODE_KEEP
+    ) -> None:
+        """Puts the engine to sleep, paused."""
+        await self.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=mode))
+        await self.stub.Sleep(rollout_pb2.SleepRequest(ctl=1, level=level))
+
     async def generate(self, num_responses: int = 4, **fields: object) -> list[rollout_pb2.GenerateResponse]:
         request = generate_request(num_responses, **fields)
         return [response async for response in self.stub.Generate(request)]
@@ -157,9 +164,10 @@ async def replica_under_test(
     queue: PromptQueue | None = None,
     rows: Rows | None = None,
     shows_images: bool = False,
+    row_expiry_s: int = 60,
 ) -> AsyncIterator[ReplicaUnderTest]:
     """Serves `engine` on a free port and pulls from `store`, by `queue` and `rows` where they are given."""
-    settings = PullSettings(consumer, MAX_GROUPS, lease_s, generation_timeout_s, 60, 3, shows_images)
+    settings = PullSettings(consumer, MAX_GROUPS, lease_s, generation_timeout_s, row_expiry_s, 3, shows_images)
     twin = RolloutTwin(
         engine,
         settings,

@@ -473,6 +473,102 @@ async def test_what_waits_for_the_weights_of_a_publish_that_failed_is_given_up_b
     assert (group.min_policy_version, group.max_policy_version) == (3, 3)
 
 
+class HalfAwake(ScriptedEngine):
+    """As vLLM, it is slow to wake, and goes on as a whole for a moment where it is put to sleep half awake."""
+
+    def __init__(self) -> None:
+        super().__init__(token_s=0.002, sleep_levels=(1, 2))
+        self.is_half_awake = False
+
+    async def sleep(self, level: int) -> None:
+        if self.is_half_awake:
+            await self.resume()
+            await asyncio.sleep(0.1)
+        self.is_half_awake = False
+        await super().sleep(level)
+
+    async def wake_up(self) -> None:
+        self.is_half_awake = True
+        await asyncio.sleep(0.1)
+
+
+async def test_what_is_kept_samples_nothing_from_dropped_weights_though_the_caller_of_wake_up_left(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path)
+    engine = HalfAwake()
+    async with replica_under_test(store, tmp_path, engine) as rollout:
+        await rollout.publish(1)
+        engine.hold = True
+        rollout.admit(1)
+        await rollout.runs(4)
+        await rollout.sleep()
+        engine.hold = False
+        call = rollout.stub.WakeUp(rollout_pb2.WakeUpRequest(ctl=1))
+        await until(lambda: engine.is_half_awake)
+        call.cancel()
+        await rollout.sleep()  # the controller that comes after
+        await rollout.stub.WakeUp(rollout_pb2.WakeUpRequest(ctl=1))
+        await rollout.publish(2)
+        (group,) = await rollout.committed(1)
+        assert (group.min_policy_version, group.max_policy_version) == (2, 2)
+
+
+async def test_rows_that_lay_at_the_gate_while_it_slept_are_there_when_their_group_is_committed(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path)
+    engine = ScriptedEngine(token_s=0.002, sleep_levels=(1, 2))
+    async with replica_under_test(store, tmp_path, engine, row_expiry_s=2) as rollout:
+        await rollout.publish(1)
+        stage, staged, asleep = rollout.pull._staging.stage, asyncio.Event(), asyncio.Event()
+
+        async def stage_before_the_sleep(*args: Any) -> list[trajectory_pb2.RowRef]:
+            refs = await stage(*args)
+            staged.set()
+            await asleep.wait()
+            return refs
+
+        rollout.pull._staging.stage = stage_before_the_sleep  # type: ignore[method-assign, assignment]
+        rollout.admit(1)
+        await staged.wait()
+        await rollout.sleep()
+        asleep.set()
+        await asyncio.sleep(3)
+        await rollout.stub.WakeUp(rollout_pb2.WakeUpRequest(ctl=1))
+        await rollout.publish(2)
+        (group,) = await rollout.committed(1)
+        assert len(await asyncio.to_thread(store.rows.read_meta, list(group.rows))) == 4
+
+
+async def test_a_pause_that_is_left_while_it_sleeps_gives_nothing_up(store: StoreUnderTest, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    engine = ScriptedEngine(token_s=0.002, sleep_levels=(1, 2))
+    async with replica_under_test(store, tmp_path, engine, keep_timeout_s=0.3) as rollout:
+        await rollout.publish(1)
+        engine.hold = True
+        rollout.admit(1)
+        await rollout.runs(4)
+        await rollout.sleep()
+        engine.frozen = True
+        call = rollout.stub.Pause(rollout_pb2.PauseRequest(ctl=1, mode=rollout_pb2.PAUSE_MODE_KEEP))
+        await until(lambda: len(engine.pauses) == 3)
+        call.cancel()
+        await asyncio.sleep(0.1)
+        engine.frozen = False
+        await asyncio.sleep(0.6)
+        assert engine.num_running == 4
+
+
+async def test_what_is_aborted_before_a_sleep_is_not_waited_for(rollout: ReplicaUnderTest) -> None:
+    await rollout.publish(1)
+    rollout.engine.hold = True
+    rollout.admit(1)
+    await rollout.runs(4)
+    await rollout.sleep(mode=rollout_pb2.PAUSE_MODE_ABORT)
+    await rollout.runs(0)
+
+
 async def test_sleep_is_not_for_cpus(store: StoreUnderTest, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     async with replica_under_test(store, tmp_path, ScriptedEngine()) as rollout:

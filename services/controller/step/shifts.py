@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.05
 """Seconds between two looks at whether a side has left the devices."""
+RETRY_S = 1.0
+"""Seconds before a rollout that did not answer is asked again to wake."""
 
 
 class DeviceShifts:
@@ -105,7 +107,10 @@ class DeviceShifts:
 
     async def _put_to_sleep(self, ctl: int, rollout: Rollout) -> None:
         pause = rollout_pb2.PauseRequest(ctl=ctl, mode=self._pause_mode)
-        await rollout.stub.Pause(pause, timeout=MOVE_TIMEOUT_S)
+        try:
+            await rollout.stub.Pause(pause, timeout=MOVE_TIMEOUT_S)
+        except DeadlineError as error:  # of commits on their way out, which the store holds up; it is asked again
+            raise UnavailableError(error.message) from error
         await rollout.stub.Sleep(rollout_pb2.SleepRequest(ctl=ctl, level=self._level), timeout=MOVE_TIMEOUT_S)
 
     async def to_publishing(self, ctl: int) -> None:
@@ -123,10 +128,23 @@ class DeviceShifts:
 
         await self._give_to("rollouts", nobody)
         self._board.wait_for("the rollouts to wake", "switching")
-        wake_up = rollout_pb2.WakeUpRequest(ctl=ctl)
-        await self._each(self._fleet.rollouts(), lambda rollout: rollout.stub.WakeUp(wake_up, timeout=MOVE_TIMEOUT_S))
+        await self._wake_all(ctl)
         self._shift = "publishing"
         self._took("to_publishing", started)
+
+    async def _wake_all(self, ctl: int) -> None:
+        """Wakes the rollouts. One that does not wake in time is given up: asleep, it would hold what it has begun."""
+        wake_up = rollout_pb2.WakeUpRequest(ctl=ctl)
+        give_up_at, woken = time.monotonic() + MOVE_TIMEOUT_S, set[str]()
+        while asleep := [rollout for rollout in self._fleet.rollouts() if rollout.consumer not in woken]:
+            if time.monotonic() > give_up_at:
+                for rollout in asleep:
+                    self._fleet.give_up(rollout, Loss(f"it did not wake within {MOVE_TIMEOUT_S:.0f} s", is_final=True))
+                return
+            answered = await self._each(asleep, lambda rollout: rollout.stub.WakeUp(wake_up, timeout=MOVE_TIMEOUT_S))
+            woken.update(rollout.consumer for rollout in answered)
+            if len(answered) < len(asleep):
+                await asyncio.sleep(RETRY_S)
 
     async def to_sampling(self, ctl: int) -> None:
         """Nothing of the trainers is left on the devices."""
