@@ -163,7 +163,8 @@ class VllmEngine:
         """Implements SamplingEngine.probe. In vLLM's pause "wait" our scheduler begins a probe and nothing else; what
         holds keys and values goes on, and until it is paused again that pause does not end.
         """
-        await self._sleeper.wake_whole(lambda: self.pause(PauseMode.KEEP))
+        if await self._sleeper.wake_whole():
+            await self.pause(PauseMode.KEEP)
         waiting = self._llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=False)
         begun = asyncio.create_task(self._alive(waiting))
         try:

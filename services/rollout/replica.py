@@ -4,9 +4,9 @@ Owns the order of a publish on this side: shut the gate, pause, load, probe, and
 is held. It is not the pull loop (pull.py) and not the gRPC surface (service.py); both sample through it.
 
 The probe runs in the paused engine, with the gate shut. Only requests that a pause KEEP_CACHE left with their keys and
-values run on beside it, and may sample a few tokens under weights that nobody attested. Nothing of it leaves: a
-response passes only when every version in its spans was attested to this engine, and what unattested weights computed
-is dropped before others are loaded.
+values run on beside it, and those kept over a sleep for a step as it wakes the engine: they may sample a few tokens
+under weights that nobody attested. Nothing of it leaves: a response passes only when every version in its spans was
+attested to this engine, and what unattested weights computed is dropped before others are loaded.
 """
 
 import asyncio

@@ -4,7 +4,6 @@ Weights are woken first, and keys and values only when the engine goes on: vLLM 
 awake, which may not be before there are weights. Knows no vLLM beyond the calls of SleepingEngine.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Protocol
 
@@ -67,16 +66,12 @@ class Sleeper:
         self._has_weights = True  # before it is so: a caller that leaves meanwhile does not stop vLLM
         await self._alive(self._llm.wake_up(["weights"]))
 
-    async def wake_whole(self, pause: Callable[[], Awaitable[None]] | None = None) -> bool:
-        """Takes keys and values back, too, which are empty. Returns whether it did: the scheduler goes on then, unless
-        `pause` is asked of the engine at once, which hears both before its next step.
-        """
+    async def wake_whole(self) -> bool:
+        """Takes keys and values back, too, which are empty. Returns whether it did: the scheduler goes on then."""
         if not self._given_back:
             return False
         await self._alive(self._llm.collective_rpc("clear_positions"))
-        waking = self._alive(self._llm.wake_up(["kv_cache"]))
-        # bounded: by the caller's deadline, as all calls here
-        await asyncio.gather(waking, *(() if pause is None else (pause(),)))
+        await self._alive(self._llm.wake_up(["kv_cache"]))
         self._given_back = []
         return True
 
