@@ -415,6 +415,18 @@ def test_when_held_out_sets_are_evaluated_is_said(config: Path) -> None:
     assert "temperature 0.0, at the end\n" in told("at_start: false")
 
 
+def test_prompts_that_are_drawn_of_a_file_are_told_and_counted(config: Path) -> None:
+    row = '{"prompt": "2 + 2", "ground_truth": "4"}\n'
+    (config.parent / "train.jsonl").write_text(row * 80)
+    held = "evaluation.sets={held: {path: train.jsonl, max_prompts: 3}}"
+    _, text = findings(load_settings(config, ["data.max_prompts=8", "run.num_steps=10", held]))
+    assert f"data.train: {config.parent}/train.jsonl, 8 prompts drawn by data.max_prompts\n" in text
+    assert "10 steps of 2 groups are 2.5 epochs of these prompts" in text
+    assert "train.jsonl, 3 prompts drawn by evaluation.sets.held.max_prompts, 1 response(s)" in text
+    _, text = findings(load_settings(config, ["data.max_prompts=81"]))
+    assert f"data.train: {config.parent}/train.jsonl, 80 prompts\n" in text
+
+
 def test_the_sources_that_a_held_out_set_is_reported_by_are_said(config: Path) -> None:
     def told(*sources: str) -> str:
         rows = ({"prompt": "1 + 1", "ground_truth": "2", **({"source": each} if each else {})} for each in sources)

@@ -25,7 +25,7 @@ def all_prompts(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Itera
     ConfigError ends alone.
     """
     train: list[RawPrompt] = []
-    yield _prompts(settings, tokenizer, "data.train", settings.data.train, "", train)
+    yield _prompts(settings, tokenizer, "data.train", settings.data.train, settings.data.max_prompts, "", train)
     yield _epochs(settings, train)
     yield store(settings, train)
     yield _unused_evaluation(settings)
@@ -37,8 +37,9 @@ def all_prompts(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Itera
         if settings.evaluation.beside:
             about += ", beside the next step, whose publish waits"
         held_out: list[RawPrompt] = []
-        yield _prompts(settings, tokenizer, f"evaluation.sets.{name}.path", section.path, about, held_out)
-        yield _sources(f"evaluation.sets.{name}.path", held_out)
+        setting = f"evaluation.sets.{name}.path"
+        yield _prompts(settings, tokenizer, setting, section.path, section.max_prompts, about, held_out)
+        yield _sources(setting, held_out)
 
 
 def _unused_evaluation(settings: RunSettings) -> Iterator[str]:
@@ -67,18 +68,24 @@ def _prompts(
     tokenizer: ChatTokenizer | None,
     setting: str,
     files: Path | tuple[Path, ...],
+    max_prompts: int | None,
     about: str,
     read: list[RawPrompt],
 ) -> Iterator[str]:
     """Every row is read, into `read`; the first ones are measured, and more only while none fits."""
     prompts = load_prompts(
-        files, settings.data, settings.reward, settings.algorithm.distillation if files == settings.data.train else None
+        files,
+        settings.data,
+        settings.reward,
+        settings.algorithm.distillation if files == settings.data.train else None,
+        max_prompts=max_prompts,
     )
     read += prompts
     names = str(files) if isinstance(files, Path) else ", ".join(map(str, files))
     own = settings.data.preprocess
     through = "" if own is None else f" through data.preprocess.function {own.name}"
-    yield f"{setting}: {names}, {len(prompts)} prompts{through}{about}"
+    drawn = f" drawn by {setting.rpartition('.')[0]}.max_prompts" if len(prompts) == max_prompts else ""
+    yield f"{setting}: {names}, {len(prompts)} prompts{through}{drawn}{about}"
     if tokenizer is not None:
         yield from _measured(settings, tokenizer, setting, names, prompts)
 
