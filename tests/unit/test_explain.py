@@ -138,17 +138,21 @@ def test_a_kl_without_a_gradient_is_told(config: Path) -> None:
     [
         (
             "{teacher: wise, coef: 2}",
-            "advantages: rewards teach nothing, minus 2 x log(policy / teacher 'wise') of each token",
+            "advantages: rewards teach nothing, minus 2 x log(policy / teacher 'wise') of each token, held within +-10",
         ),
         (
             "{teacher: wise, task_coef: 0.5}",
             "advantages: 0.5 x (reward minus the group's mean, over the group's standard deviation (GRPO)), minus "
             "1 x log(",
         ),
-        ("{teacher: wise, placement: loss}", "  plus 1 x KL from the policy to teacher 'wise', of the sampled tokens"),
+        (
+            "{teacher: wise, placement: loss}",
+            "  plus 1 x KL from the policy to teacher 'wise', of the sampled tokens, held within +-10\n",
+        ),
+        ("{teacher: wise, placement: loss, max_log_ratio: null}", "to teacher 'wise', of the sampled tokens\n"),
         (
             "{teacher: wise, placement: loss, top_k: 4}",
-            "KL from teacher 'wise' to the policy over the teacher's 4 likeliest tokens",
+            "KL from teacher 'wise' to the policy over the teacher's 4 likeliest tokens\n",
         ),
         (
             "{teacher: wise, field: subject, teachers: {math: wise}}",

@@ -133,7 +133,8 @@ def _advantages(algorithm: AlgorithmSection) -> str:
     words = [f"{distillation.task_coef:g} x ({task})"] if distillation.task_coef else ["rewards teach nothing"]
     if distillation.placement == "advantage":
         words.append(
-            f"minus {distillation.coef:g} x log(policy / {_teachers(distillation)}) of each token{_pass(algorithm)}"
+            f"minus {distillation.coef:g} x log(policy / {_teachers(distillation)}) of each token"
+            f"{_held(distillation)}{_pass(algorithm)}"
         )
     return ", ".join(words)
 
@@ -246,7 +247,11 @@ def _entropy(section: EntropySection) -> str:
 def _divergence(section: DistillationSection) -> str:
     if section.top_k is not None:
         return f"KL from {_teachers(section)} to the policy over the teacher's {section.top_k} likeliest tokens"
-    return f"KL from the policy to {_teachers(section)}, of the sampled tokens"
+    return f"KL from the policy to {_teachers(section)}, of the sampled tokens{_held(section)}"
+
+
+def _held(section: DistillationSection) -> str:
+    return "" if section.max_log_ratio is None else f", held within +-{section.max_log_ratio:g}"
 
 
 def _teachers(section: DistillationSection) -> str:

@@ -20,7 +20,7 @@ from rolecall.algorithms.aggregation import Counts, token_weights
 from rolecall.algorithms.correction import correct
 from rolecall.algorithms.kl import kl_N
 from rolecall.algorithms.losses import PolicyBatch, token_losses
-from rolecall.algorithms.losses.distillation import forward_topk_kl_N
+from rolecall.algorithms.losses.distillation import forward_topk_kl_N, reverse_kl_N
 from rolecall.algorithms.losses.entropy import entropy_bonus
 from rolecall.algorithms.losses.sft import sft_loss
 from rolecall.algorithms.losses.value import value_loss
@@ -159,8 +159,7 @@ def _teacher_kl_N(
     if distillation.top_k is not None:
         assert outputs.target_logprobs_Nk is not None
         return forward_topk_kl_N(outputs.target_logprobs_Nk, columns[TOPK_LOGPROBS])
-    # The sampled token's own estimate as the value; its gradient on-policy is 0 on average, k2's that of the KL.
-    return kl_N(outputs.logprobs_N, columns[reference_column(TEACHER)], "k1", "k2")
+    return reverse_kl_N(outputs.logprobs_N, columns[reference_column(TEACHER)], distillation.max_log_ratio)
 
 
 def _add_rejected_sequences(metrics: Metrics, batch: PolicyBatch, weights_N: torch.Tensor) -> None:
