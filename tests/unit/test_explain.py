@@ -76,6 +76,10 @@ def test_every_kind_has_words(field: str, section: Any, kind: str, config: Path)
             "groups: dropped and replaced when all rewards are equal (dynamic sampling); at most 1024 a step",
         ),
         ("filters={max_success_rate: 0.9}", "more than 90% of the responses reach 1"),
+        (
+            "filters={without_signal: true, min_success_rate: 0.1, component: correct}",
+            "all values of correct are equal (dynamic sampling); or fewer than 10% of the responses reach 1 in correct",
+        ),
         ("filters={min_success_rate: 0.125}", "fewer than 12.5% of the responses reach 1"),
         (
             "shaping={clip_max: 2.0, overlong: {buffer_tokens: 2}}",

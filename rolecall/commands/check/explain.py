@@ -72,12 +72,15 @@ def _curriculum(section: CurriculumSection) -> str:
 
 def _filters(section: FiltersSection, solved_at: float) -> list[str]:
     dropped = []
+    what, reach = "rewards", f"reach {solved_at:g}"
+    if section.component is not None:
+        what, reach = f"values of {section.component}", f"{reach} in {section.component}"
     if section.without_signal:
-        dropped.append("all rewards are equal (dynamic sampling)")
+        dropped.append(f"all {what} are equal (dynamic sampling)")
     if section.min_success_rate > 0:
-        dropped.append(f"fewer than {100 * section.min_success_rate:g}% of the responses reach {solved_at:g}")
+        dropped.append(f"fewer than {100 * section.min_success_rate:g}% of the responses {reach}")
     if section.max_success_rate < 1:
-        dropped.append(f"more than {100 * section.max_success_rate:g}% of the responses reach {solved_at:g}")
+        dropped.append(f"more than {100 * section.max_success_rate:g}% of the responses {reach}")
     if section.all_truncated:
         dropped.append("every response was cut off")
     if section.max_mean_tokens is not None:
