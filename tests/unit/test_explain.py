@@ -91,6 +91,10 @@ def test_every_kind_has_words(field: str, section: Any, kind: str, config: Path)
         ("correction={proximal: bypass}", "correction: the sampler is the old policy"),
         ("correction={weight: {kind: icepop}}", "within 0.5 .. 5, and by 0 outside"),
         (
+            "correction={weight: {kind: sequence, normalize: true}}",
+            "responses weighed by trainer / sampler, at most 2, over their mean in the step",
+        ),
+        (
             "correction={reject: [{kind: k3, over: sequence_mean, high: 0.1}]}",
             "responses rejected by k3 above 0.1 (sequence mean)",
         ),

@@ -287,9 +287,12 @@ def _weight(section: CorrectionSection) -> str:
     weight = section.weight
     if weight is None:
         return "tokens are not weighed"
+    normalized = ", over their mean in the step, after a pass over its first mini-batch" if weight.normalize else ""
     if weight.kind == "icepop":
-        return f"tokens weighed by trainer / sampler within {weight.low:g} .. {weight.cap:g}, and by 0 outside (IcePop)"
-    return f"{'tokens' if weight.kind == 'token' else 'responses'} weighed by trainer / sampler{_capped(weight.cap)}"
+        band = f"{weight.low:g} .. {weight.cap:g}"
+        return f"tokens weighed by trainer / sampler within {band}, and by 0 outside (IcePop){normalized}"
+    what = "tokens" if weight.kind == "token" else "responses"
+    return f"{what} weighed by trainer / sampler{_capped(weight.cap)}{normalized}"
 
 
 def _capped(cap: float | None) -> str:

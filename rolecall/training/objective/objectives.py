@@ -55,6 +55,8 @@ class PolicyObjective:
     """Coefficients of the sealed batch."""
     length: int
     """The constant of seq_mean_token_sum_norm."""
+    mean_weight: float = 1.0
+    """The mean importance weight of the step, where the correction's are normalised."""
 
     def __call__(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
         """A Loss. Metrics are means over the trained tokens."""
@@ -82,7 +84,7 @@ class PolicyObjective:
         losses_N = losses.losses_N
         metrics = Metrics()
         if algorithm.correction is not None:
-            correction = correct(algorithm.correction, batch, rollout_N)
+            correction = correct(algorithm.correction, batch, rollout_N, self.mean_weight)
             losses_N = losses_N * correction.weights_N
             shown |= {"actor/correction_weight": correction.weights_N, "actor/rejected_tokens": correction.rejected_N}
             _add_rejected_sequences(metrics, batch, correction.weights_N)
