@@ -95,7 +95,7 @@ def batch_requests(
 def training_prompts(settings: RunSettings) -> Iterator[list[int]]:
     """Token ids of the run's prompts in order of admission, without end."""
     renderer = PromptRenderer(PromptEncoder(ChatTokenizer(settings.model.path)), settings.data.max_prompt_tokens)
-    rows = load_prompts(settings.data.train, settings.data, settings.reward)
+    rows = load_prompts(settings.data.train, settings.data, settings.reward, max_prompts=settings.data.max_prompts)
     sequence = PromptSequence(rows, renderer, seed=settings.run.seed, shuffle=settings.data.shuffle)
     while True:
         data = sequence.next().token_ids

@@ -113,6 +113,12 @@ FIXED = (
         lambda settings: settings.max_environment_image_bytes > 0,
         default=False,
     ),
+    Fixed(
+        "data.max_prompts",
+        "the place in the data is a number of rows",
+        lambda settings: settings.data.max_prompts,
+        default=None,
+    ),
     Fixed("data.ground_truth_field", "it says what the prompts are", lambda settings: settings.data.ground_truth_field),
     Fixed(
         "sampling.num_responses", "groups in flight have that many", lambda settings: settings.sampling.num_responses

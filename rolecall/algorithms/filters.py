@@ -4,6 +4,10 @@ Pure: one group in, the reason to drop it out. Admission lets another take its p
 of one group.
 """
 
+from collections.abc import Mapping
+
+import numpy as np
+
 from rolecall.settings import FiltersSection
 from rolecall.wire import Array
 
@@ -34,19 +38,28 @@ settings change it.
 def reason_to_drop(
     section: FiltersSection,
     rewards_G: Array,
+    components: Mapping[str, Array],
     truncated_G: Array,
     num_tokens_G: Array,
     *,
     has_signal: bool,
     solved_at: float,
 ) -> str | None:
-    """One of REASONS, or None for a group to keep. `rewards_G` are raw; `has_signal`: whether an estimator could tell
-    the responses apart; `solved_at`: least reward of a success.
+    """One of REASONS, or None for a group to keep. `rewards_G` are raw, and so are the [G] of `components`, NaN where
+    one does not apply; `has_signal`: whether an estimator could tell the responses apart by the whole reward;
+    `solved_at`: least reward of a success.
 
     A group of rewards 0 and 1 has no signal when none or all of its responses are right: 0 < |right| < G is DAPO's
     condition (arXiv:2503.14476, eq. 11).
     """
-    success_rate = float((rewards_G >= solved_at).mean())
+    judged = rewards_G
+    if section.component is not None:
+        values_G = components[section.component]
+        applies_G = ~np.isnan(values_G)
+        if applies_G.any():
+            judged = values_G[applies_G]
+            has_signal = bool(np.ptp(judged) > 0)
+    success_rate = float((judged >= solved_at).mean())
     found = (
         section.without_signal and not has_signal,
         success_rate < section.min_success_rate,

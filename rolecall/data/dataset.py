@@ -5,14 +5,17 @@ do. `rolecall check` and the controller both read through here, so that what pas
 order of prompts and their rendering are the controller's.
 """
 
+import heapq
 import json
 import logging
+import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rolecall.data.code_tests import read_tests, require_language
 from rolecall.data.images.files import ImageFile, parts, read_images
@@ -40,6 +43,9 @@ PARQUET_ROWS, PARQUET_BUFFER_BYTES = 64, 2**20
 """Rows of a parquet file that are read at a time, and bytes of a column: rows may hold images."""
 
 logger = logging.getLogger(__name__)
+
+_Row: TypeAlias = tuple[int, str, str, dict[str, Any]]
+"""A row as rows_of gives it."""
 
 _OF_CONVERSATIONS = ("tool_calls", "reasoning_content")
 """Fields of a message that are shown in conversations alone (conversations.py)."""
@@ -103,9 +109,11 @@ def load_prompts(
     distillation: DistillationSection | None = None,
     *,
     counts_images: bool = False,
+    max_prompts: int | None = None,
 ) -> list[RawPrompt]:
-    """All rows of `files` in their order, of whose images nothing is kept but how many where it `counts_images`.
-    ConfigError names the line (from 1) and the field that is wrong.
+    """All rows of `files` in their order, or `max_prompts` of them, drawn the same each time; no other is looked at.
+    Nothing is kept of their images but how many where it `counts_images`. ConfigError names the line (from 1) and the
+    field that is wrong.
 
     A component of `reward` must apply to every prompt, and a ground truth must be there when one compares with it; what
     scorers elsewhere need is theirs to say. A teacher must be there for every prompt that is trained on with
@@ -115,9 +123,10 @@ def load_prompts(
     paths = (files,) if isinstance(files, Path) else files
     setting = "data.train and evaluation.sets.*.path"
     folders = [None if counts_images else path.parent for path in paths]
+    rows = rows_of(files, setting, data.preprocess, data.images_field)
     prompts = [
         _parse(row, where, folders[place - 1], line if place == 1 else f"{place}:{line}", data, reward, left_out)
-        for place, line, where, row in rows_of(files, setting, data.preprocess, data.images_field)
+        for place, line, where, row in (rows if max_prompts is None else _drawn(rows, max_prompts))
     ]
     for name in sorted(left_out):
         logger.warning(
@@ -139,6 +148,15 @@ def load_prompts(
     return prompts
 
 
+def _drawn(rows: Iterable[_Row], num: int) -> list[_Row]:
+    """`num` of the rows, in their order: those that one shuffle puts first, which is the same for every run, so that a
+    smaller draw lies within a larger one. No more are held.
+    """
+    shuffle = random.Random(0)
+    first = heapq.nsmallest(num, ((shuffle.random(), place, row) for place, row in enumerate(rows)))
+    return [row for _, _, row in sorted(first, key=itemgetter(1))]
+
+
 def _check_teacher(prompt: RawPrompt, distillation: DistillationSection) -> None:
     value = prompt.metadata.get(distillation.field) if distillation.field is not None else None
     if distillation.teacher_of(value) is None:
@@ -155,7 +173,7 @@ def rows_of(
     setting: str,
     preprocess: PluginSection | None = None,
     images_field: str | None = None,
-) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
+) -> Iterator[_Row]:
     """Each row of the files that `setting` names, in their order: (number of its file from 1, its line from 1, file and
     line for complaints, fields as `preprocess` returns them, of which `images_field` may hold bytes). ConfigError, also
     for a file without a row.

@@ -17,7 +17,13 @@ def count_steps(settings: RunSettings, num_epochs: int) -> int:
     read now.
     """
     encoder = PromptEncoder.of(settings, ChatTokenizer.of(settings.model))
-    prompts = load_prompts(settings.data.train, settings.data, settings.reward, settings.algorithm.distillation)
+    prompts = load_prompts(
+        settings.data.train,
+        settings.data,
+        settings.reward,
+        settings.algorithm.distillation,
+        max_prompts=settings.data.max_prompts,
+    )
     num_kept = sum(_fits(encoder, prompt, settings.data.max_prompt_tokens) for prompt in prompts)
     num_steps = num_epochs * num_kept // settings.algorithm.groups_per_batch
     if num_steps == 0:

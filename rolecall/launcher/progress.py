@@ -92,8 +92,24 @@ def shown_metrics(status: controller_pb2.RunStatus) -> list[tuple[str, str]]:
     """(label, text) of the metrics that people watch, those that are there."""
     values = {metric.name: metric.value for metric in status.metrics}
     shown = [(label, form(values[name])) for name, (label, form) in SHOWN.items() if name in values]
-    evaluations = sorted(name for name in values if name.startswith("eval/") and name.endswith("/accuracy"))
+    evaluations = sorted(
+        name for name in values if name.startswith("eval/") and name.endswith("/accuracy") and "/source/" not in name
+    )
     return shown + [(name.removesuffix("/accuracy").replace("/", " "), _decimals(values[name])) for name in evaluations]
+
+
+def source_lines(status: controller_pb2.RunStatus) -> list[str]:
+    """A line for each held-out set that has sources: their accuracies, and how many prompts are in them."""
+    values = {metric.name: metric.value for metric in status.metrics}
+    by_set: dict[str, list[str]] = {}
+    for name in sorted(values):
+        held_out, is_of_source, source = name.removesuffix("/accuracy").partition("/source/")
+        if is_of_source and name.startswith("eval/") and name.endswith("/accuracy"):
+            num_prompts = values[f"{held_out}/source/{source}/prompts"]
+            by_set.setdefault(held_out.replace("/", " "), []).append(
+                f"{source} {_decimals(values[name])} ({num_prompts:.0f})"
+            )
+    return [f"{held_out} by source: {', '.join(found)}" for held_out, found in by_set.items()]
 
 
 class PlainView:
@@ -288,6 +304,7 @@ def render(status: controller_pb2.RunStatus, elapsed_s: float | None = None) -> 
     metrics = shown_metrics(status)
     if metrics:
         lines.append(Text("   ".join(f"{label} {text}" for label, text in metrics)))
+    lines += [Text(line) for line in source_lines(status)]
     if status.HasField("ledger"):  # else it is not locked yet, or the store is away
         lines.append(Text(ledger_line(status.ledger)))
     if status.num_recoveries:

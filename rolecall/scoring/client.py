@@ -209,6 +209,19 @@ def taken_problem(spec: reward_pb2.DescribeResponse) -> str | None:
     )
 
 
+def filter_problem(component: str | None, spec: reward_pb2.DescribeResponse) -> str | None:
+    """Returns why algorithm.filters.component cannot be read of what the description's scorer gives; None when it can,
+    or is absent.
+    """
+    given = sorted(each.name for each in spec.components)
+    if component is None or component in given:
+        return None
+    return (
+        f"algorithm.filters.component {component!r}: the reward has no component of that name, it has {given}; name "
+        "one of them, or remove it"
+    )
+
+
 def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[RewardClient, grpc.aio.Channel]:
     """The controller's client of the run's reward service at `address`, and the channel to close after it. ConfigError
     for an unreadable token or roots.

@@ -185,6 +185,11 @@ class DataSection(Section):
     that the model makes of them; max_pixels of its preprocessor_config.json bounds those of one, or size.longest_edge
     beside size.shortest_edge where that file has no max_pixels.
     """
+    max_prompts: PositiveInt | None = None
+    """Most rows that are used, to try a large file cheaply: so many of all rows of all files, drawn evenly by a shuffle
+    that is the same for every run and seed, so that fewer are among more; they keep their order and their ids. What is
+    too long is left out of these. Absent: all.
+    """
     shuffle: bool = True
     """Another deterministic order in every epoch, over all files; false keeps theirs."""
 
@@ -214,6 +219,8 @@ class EvaluationSet(Section):
 
     path: ConfigPath
     """File of prompts, same fields as the training data."""
+    max_prompts: PositiveInt | None = None
+    """Most rows that are used, drawn as by data.max_prompts: the same in every evaluation of every run. Absent: all."""
     num_responses: NumResponses = 1
     """n, responses per prompt: reward and accuracy are means over all, pass@k and maj@k are reported for the powers of
     two up to n and for n, and of graded rewards best@k and worst@k.

@@ -268,7 +268,7 @@ COMPARING = frozenset(
 
 
 TAKEN = frozenset({"mean", "std_in_group", "max", "min", "accuracy", "greedy", "kl"}) | frozenset(
-    {"missing", "response_tokens", "truncated", "reward", "time_s", "standard_error"}
+    {"missing", "response_tokens", "truncated", "reward", "time_s", "standard_error", "source"}
 )
 """Metrics of a batch's reward, or of an evaluation (docs/metrics.md)."""
 

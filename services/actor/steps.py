@@ -27,6 +27,7 @@ from rolecall.training.objective.routing import RouterLosses, router_load
 from rolecall.training.packing.pack import unpack
 from rolecall.training.serving.applied import Applied
 from rolecall.training.serving.trainer import Progress
+from rolecall.training.step.mean_weight import mean_weight
 from rolecall.training.step.optimize import MicrobatchCounter, StepCost, optimize, per_update
 from rolecall.training.step.rank_context import StoreRankContext
 from rolecall.training.step.share import Derive, Minibatch, TrainShare, read_share
@@ -75,6 +76,10 @@ class PolicySteps:
         self._covariance = loss if isinstance(loss, CovarianceLoss) else None
         self._moe = settings.actor.moe
         self._bypass = settings.algorithm.sampler_is_old
+        correction = settings.algorithm.correction
+        weight = correction.weight if correction is not None else None
+        self._normalized = weight if weight is not None and weight.normalize else None
+        """The weight that is divided by its mean."""
         self._looks_first = self._covariance is not None or self._moe is not None
         if isinstance(loss, CustomLoss):
             load(loss)  # not there: known at the start
@@ -109,7 +114,8 @@ class PolicySteps:
             if minibatch.has(OLD_ROUTED_EXPERTS):
                 routed = [each.columns[OLD_ROUTED_EXPERTS] for each in minibatch.microbatches if each.lengths]
                 minibatch.add_column(ROUTED_EXPERTS, routed)
-        later = [minibatch for minibatch in share.minibatches[1:] if not minibatch.has(OLD)]
+        known_first = share.minibatches if self._normalized is not None else share.minibatches[1:]
+        later = [minibatch for minibatch in known_first if not minibatch.has(OLD)]
         bases = share.minibatches if BASE in policy_columns(section) else []
         passes = (2 if self._looks_first else 1) * section.num_epochs * len(share.microbatches)
         passes += sum(len(minibatch.microbatches) for minibatch in (*later, *bases))
@@ -117,11 +123,14 @@ class PolicySteps:
         # Before the first update: what is compared with the policy as it was.
         _add_logprobs(context, later, OLD, counter)
         _add_logprobs(context, bases, BASE, counter, base=True)
+        mean = 1.0
+        if self._normalized is not None:
+            mean = mean_weight(context.group, share.microbatches, self._normalized)
         seen = _FirstPasses(SEEN if self._bypass else OLD)
 
         def objective(minibatch: Minibatch) -> Loss:
             seen.add_to(minibatch)
-            return seen.keeping(self._loss(context, minibatch, batch.coefficients, counter), minibatch)
+            return seen.keeping(self._loss(context, minibatch, batch.coefficients, counter, mean), minibatch)
 
         metrics, skipped = optimize(context, share, objective, section.num_epochs, counter, "actor")
         for minibatch in share.minibatches:
@@ -132,6 +141,8 @@ class PolicySteps:
         _add_mismatch(context, metrics, compared, len(share.rows), seen.column)
         if context.group.is_leader:
             metrics.mean("actor/read_s", read_s)
+            if self._normalized is not None:
+                metrics.mean("actor/correction_normalizer", mean)
         cost.add_to(metrics, "actor", share.num_tokens)
         return metrics, skipped
 
@@ -154,7 +165,12 @@ class PolicySteps:
         )
 
     def _loss(
-        self, context: StoreRankContext, minibatch: Minibatch, coefficients: Coefficients, counter: MicrobatchCounter
+        self,
+        context: StoreRankContext,
+        minibatch: Minibatch,
+        coefficients: Coefficients,
+        counter: MicrobatchCounter,
+        mean: float,
     ) -> Loss:
         """Makes the loss of the next update with `minibatch`, after a look at all of it with the present weights where
         the loss wants one.
@@ -163,7 +179,7 @@ class PolicySteps:
         counter.advance(len(seen))
         if self._covariance is not None:
             select(context.group, minibatch, self._covariance, seen)
-        policy = PolicyObjective(self._algorithm, minibatch.counts, coefficients, self._length)
+        policy = PolicyObjective(self._algorithm, minibatch.counts, coefficients, self._length, mean)
         return (
             policy if self._moe is None else RouterLosses(policy, self._moe, router_load(context.group, seen), "actor")
         )

@@ -26,6 +26,7 @@ from rolecall.errors import InvalidInputError, RoleCallError, ScorerError, Unava
 from rolecall.scoring.client import RewardClient
 from rolecall.scoring.items import CHUNK_IMAGE_BYTES, chunked, groups_of, num_shown_in, score_item
 from rolecall.scoring.scores import Failure, Score
+from rolecall.scoring.sources import MAX_SOURCES, SOURCE_FIELD, count_sources, source_of
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.settings.deadlines import TOKENS_PER_S
 from rolecall.telemetry import Metrics
@@ -62,6 +63,8 @@ class HeldOutSet:
     """The prompts that fit, without their images."""
     images: Mapping[int, tuple[ImageFile, ...]] = field(default_factory=dict)
     """The images of a prompt, by its place in `prompts`."""
+    sources: tuple[str | None, ...] = ()
+    """The source of each prompt; empty where none is reported."""
 
 
 def load_sets(settings: RunSettings, renderer: PromptRenderer) -> list[HeldOutSet]:
@@ -71,7 +74,8 @@ def load_sets(settings: RunSettings, renderer: PromptRenderer) -> list[HeldOutSe
     sets = []
     for name, section in settings.evaluation.sets.items():
         prompts, images, num_too_long = list[trajectory_pb2.Prompt](), dict[int, tuple[ImageFile, ...]](), 0
-        for raw in load_prompts(section.path, settings.data, settings.reward):
+        sources = list[str | None]()
+        for raw in load_prompts(section.path, settings.data, settings.reward, max_prompts=section.max_prompts):
             try:
                 prompt = renderer.render(raw, 0, by_heads=True)  # all of a set before a run begins: opened, minutes
             except InvalidInputError as error:
@@ -84,12 +88,27 @@ def load_sets(settings: RunSettings, renderer: PromptRenderer) -> list[HeldOutSe
                 del prompt.images[:]
                 images[len(prompts)] = raw.images
             prompts.append(prompt)
+            sources.append(source_of(raw.metadata))
         if num_too_long:
             logger.warning(
                 "evaluation set %s: %d prompts exceed data.max_prompt_tokens and are left out", name, num_too_long
             )
-        sets.append(HeldOutSet(name, section, tuple(prompts), images))
+        sets.append(HeldOutSet(name, section, tuple(prompts), images, _reported(name, sources)))
     return sets
+
+
+def _reported(name: str, sources: Sequence[str | None]) -> tuple[str | None, ...]:
+    """`sources`, or none where they part the set into one, or into too many."""
+    num_sources = len(count_sources(sources))
+    if num_sources > MAX_SOURCES:
+        logger.warning(
+            "evaluation set %s: its field %s has %d texts, more than the %d that are reported by themselves: none is",
+            name,
+            SOURCE_FIELD,
+            num_sources,
+            MAX_SOURCES,
+        )
+    return tuple(sources) if 0 < num_sources <= MAX_SOURCES else ()
 
 
 @dataclass(frozen=True)
@@ -354,6 +373,7 @@ class Evaluation:
             for name, value in score.components.items():
                 metrics.mean(f"{prefix}/{name}", value)
         _summarise_prompts(prefix, held_out.section.num_responses, self._settings.reward.solved_at, scored, metrics)
+        _summarise_sources(prefix, held_out.sources, self._settings.reward.solved_at, scored, metrics)
 
 
 def _summarise_prompts(
@@ -386,6 +406,22 @@ def _summarise_prompts(
                 metrics.mean(f"{prefix}/worst@{k}", worst)
     if len(shares) > 1:
         metrics.max(f"{prefix}/standard_error", stdev(shares) / math.sqrt(len(shares)))
+
+
+def _summarise_sources(
+    prefix: str, sources: Sequence[str | None], solved_at: float, scored: Mapping[str, Score], metrics: Metrics
+) -> None:
+    """Reward and accuracy over the scored responses of each source, and the prompts of which there are any."""
+    places: dict[str, set[int]] = {source: set() for source in sources if source is not None}
+    for id, score in scored.items() if places else ():
+        place = int(id.split("/")[-2])
+        source = sources[place]
+        if source is not None:
+            places[source].add(place)
+            metrics.mean(f"{prefix}/source/{source}/reward", score.total)
+            metrics.mean(f"{prefix}/source/{source}/accuracy", float(score.reaches(solved_at)))
+    for source, found in places.items():
+        metrics.sum(f"{prefix}/source/{source}/prompts", len(found))
 
 
 def _with_images(items: Sequence[reward_pb2.ScoreItem], shown: Mapping[str, _Response]) -> list[reward_pb2.ScoreItem]:

@@ -21,6 +21,7 @@ from rolecall.errors import (
     StoreUnavailableError,
 )
 from rolecall.identity import settle
+from rolecall.scoring.client import filter_problem
 from rolecall.settings import RunSettings
 from rolecall.telemetry import Metrics, export
 from rolecall.telemetry.states import StateClock
@@ -233,7 +234,9 @@ class ControllerRun:
             elif name == "rollouts":
                 return await self._enough_rollouts()
             elif name == "reward":
-                await self._parts.reward.describe()
+                spec = await self._parts.reward.describe()
+                if problem := filter_problem(self._settings.algorithm.filters.component, spec):
+                    raise ConfigError(problem)
             elif name in self._parts.references:
                 info = await self._parts.references[name].GetInfo(reference_pb2.GetReferenceInfoRequest())
                 if info.instance != name:  # it would write the columns that it is asked for, of another model

@@ -64,7 +64,13 @@ def wire(settings: RunSettings) -> Wiring:
     """Reads the data and the user's estimator and connects to the store; ConfigError and StoreUnavailableError come
     from here.
     """
-    raw_prompts = load_prompts(settings.data.train, settings.data, settings.reward, settings.algorithm.distillation)
+    raw_prompts = load_prompts(
+        settings.data.train,
+        settings.data,
+        settings.reward,
+        settings.algorithm.distillation,
+        max_prompts=settings.data.max_prompts,
+    )
     prompt_bytes = PromptBytes.largest(raw_prompts, settings.algorithm.groups_per_batch)
     policy = admission_policy(settings, prompt_bytes)
     if isinstance(settings.algorithm.advantage, CustomAdvantage):

@@ -8,7 +8,7 @@ the group of one that the others are held to. Gradients are read where the optim
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -54,6 +54,7 @@ from rolecall.training.packing.pack import Row, local_counts, pack, unpack
 from rolecall.training.packing.plan import plan_batch
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.device import RankSpec, start_rank
+from rolecall.training.step.mean_weight import mean_weight
 from rolecall.training.step.share import Minibatch
 from rolecall.training.step.token_selection import KEYS, select
 from rolecall.v1.training_pb2 import TrainResult
@@ -89,6 +90,8 @@ class Job:
     aggregation: Aggregation = "token_mean"
     distillation: dict[str, Any] | None = None
     """A teacher's part in the policy's objective."""
+    correction: dict[str, Any] = field(default_factory=dict)
+    """Of the policy's objective for the sampler."""
     top_k: int = 0
     """Outputs are those that a teacher writes, with a ranking of so many ids."""
     token_budget: int = 1_000_000
@@ -154,7 +157,7 @@ def policy_algorithm(job: Job) -> AlgorithmSection:
     """Every piece of the policy's objective at once."""
     pieces = {
         "kl": KlSection(reference="ref", kl_coef=0.1),
-        "correction": CorrectionSection(),
+        "correction": CorrectionSection.model_validate(job.correction),
         "distillation": job.distillation,
     }
     return AlgorithmSection.model_validate(
@@ -246,6 +249,10 @@ class Rank:
             if not step:  # with the weights that every layout starts from
                 for indices, microbatch, output in zip(plan.microbatches, packed, seen, strict=True):
                     outputs.update(zip(indices, _columns(output, microbatch.lengths), strict=True))
+            if isinstance(loss, PolicyObjective) and (weight := CorrectionSection(**job.correction).weight):
+                group = CommandGroup.of_default(slot_size=layout.world_size // layout.data_size)
+                mean = mean_weight(group, packed, weight) if weight.normalize else 1.0
+                loss = replace(loss, mean_weight=mean)
             covariance = policy_algorithm(job).policy_loss
             if isinstance(covariance, CovarianceLoss):
                 packed = _with_selected(engine, packed, covariance, plan.microbatches)

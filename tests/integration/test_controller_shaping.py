@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rolecall.errors import BudgetSpentError
-from rolecall.scoring.scores import Item
+from rolecall.errors import BudgetSpentError, ConfigError
+from rolecall.scoring.scores import Item, Score
 from rolecall.settings import RunSettings
 from rolecall.telemetry import Metrics
 from rolecall.v1 import controller_pb2 as pb
@@ -59,6 +59,32 @@ async def test_batches_are_full_of_groups_that_passed_and_every_drop_has_its_rea
     assert last["groups/without_signal"] == 0
     assert {name: last[f"groups/dropped_{name}"] for name in dropped} == dropped
     assert last["groups/dropped"] == sum(dropped.values())
+
+
+def by_two_parts(item: Item) -> Score:
+    """Every response earns another reward; of every other prompt all are right."""
+    right = 1.0 if int(item.ground_truth) % 2 else parity(item)
+    return Score((right + item.num_response_tokens / 100) / 2, {"right": right})
+
+
+async def test_groups_that_differ_in_their_reward_alone_are_dropped_by_a_component(light_run: LightRun) -> None:
+    filters = {"without_signal": True, "component": "right"}
+    algorithm, components = {"groups_per_batch": 4, "filters": filters}, {"right": (0.0, 1.0)}
+    async with light_run(score=by_two_parts, components=components, algorithm=algorithm) as run:
+        await run.to_the_end("rollout-0")
+    assert set(counts_of(run)) == {"without_signal"}
+    assert [line["reward/right"] for line in run.metrics()] == [0.5] * 3, "of two responses one is right"
+
+
+async def test_a_component_that_the_scorer_does_not_have_ends_the_run_before_its_first_step(
+    light_run: LightRun,
+) -> None:
+    filters = {"without_signal": True, "component": "wrong"}
+    async with light_run(
+        score=by_two_parts, components={"right": (0.0, 1.0)}, algorithm={"groups_per_batch": 4, "filters": filters}
+    ) as run:
+        with pytest.raises(ConfigError, match=r"component 'wrong': .* it has \['right'\]; name one of them"):
+            await run.to_the_end("rollout-0")
 
 
 async def test_a_run_whose_filters_drop_too_much_ends_and_says_how_much_of_what(light_run: LightRun) -> None:

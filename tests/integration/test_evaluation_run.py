@@ -56,7 +56,10 @@ async def evaluated(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics and samples of the evaluation at step 0; every response is kept as a sample."""
     (folder / "held.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"held {i}", "ground_truth": "1"}) + "\n" for i in range(6))
+        "".join(
+            json.dumps({"prompt": f"held {i}", "ground_truth": "1", "source": ("even", "odd")[i % 2]}) + "\n"
+            for i in range(6)
+        )
     )
     sections = {
         "sets": {name: {"path": str(folder / "held.jsonl"), **section} for name, section in sets.items()},
@@ -100,6 +103,11 @@ async def test_pass_and_majority_of_a_set_follow_from_its_responses(
     assert metrics["eval/many/mean@6"] == pytest.approx(metrics["eval/many/accuracy"])
     shares = [fmean(rewards) for rewards in by_prompt.values()]
     assert metrics["eval/many/standard_error"] == pytest.approx(stdev(shares) / len(shares) ** 0.5)
+    for place, source in enumerate(("even", "odd")):
+        rewards = [sample["reward"] for sample in kept if int(sample["id"].split("/")[-2]) % 2 == place]
+        assert metrics[f"eval/many/source/{source}/reward"] == pytest.approx(fmean(rewards))
+        assert metrics[f"eval/many/source/{source}/accuracy"] == pytest.approx(fmean(rewards))
+        assert metrics[f"eval/many/source/{source}/prompts"] == 3
     # a vote of one is the response itself: only right ones have the answer 1
     assert metrics["eval/many/maj@1"] == pytest.approx(metrics["eval/many/pass@1"])
     assert 0 < metrics["eval/many/accuracy"] < 1

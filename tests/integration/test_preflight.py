@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -31,20 +32,21 @@ def get_run(request: bytes, context: Any) -> bytes:
     return controller_pb2.GetRunResponse(status=controller_pb2.RunStatus(run="other")).SerializeToString()
 
 
-def describe(request: bytes, context: Any) -> bytes:
+def describe(component: str, request: bytes, context: Any) -> bytes:
     if ("authorization", "Bearer right") not in context.invocation_metadata():
         context.abort(grpc.StatusCode.UNAUTHENTICATED, "no")
-    spec = reward_pb2.DescribeResponse(name="scorer", components=[reward_pb2.ComponentSpec(name="accuracy")])
+    spec = reward_pb2.DescribeResponse(name="scorer", components=[reward_pb2.ComponentSpec(name=component)])
     return spec.SerializeToString()
 
 
-def serve(opened: ExitStack, credentials: grpc.ServerCredentials | None = None) -> str:
+def serve(opened: ExitStack, credentials: grpc.ServerCredentials | None = None, component: str = "accuracy") -> str:
     """A server that is an actor by its health, the controller of `other`, and a scorer with a token."""
+    described = partial(describe, component)
     server = grpc.server(ThreadPoolExecutor(2))
     known = health.HealthServicer()
     known.set("rolecall.v1.ActorService", health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(known, server)
-    for service, method, answer in (("ControllerService", "GetRun", get_run), ("RewardService", "Describe", describe)):
+    for service, method, answer in (("ControllerService", "GetRun", get_run), ("RewardService", "Describe", described)):
         handler: Any = grpc.unary_unary_rpc_method_handler(answer)
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(f"rolecall.v1.{service}", {method: handler}),)
@@ -76,6 +78,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
             "silent": f"127.0.0.1:{silent.getsockname()[1]}",
             "roles": serve(opened),
             "scorer": serve(opened, credentials),
+            "parts": serve(opened, credentials, "right"),
             "nobody": f"127.0.0.1:{free_port()}",
             "folder": str(folder),
             "ca": str(pair.ca_file),
@@ -237,6 +240,18 @@ def test_a_reward_whose_components_are_called_as_metrics_is_told(tmp_path: Path,
     reward = [f"reward.{name}={value.format(**places)}" for name, value in section.items()]
     (told,) = find_problems(load_settings(write_light_config(tmp_path), reward), io.StringIO())
     assert told.startswith(f"reward.address {places['scorer']} declares the components ['accuracy'], and metrics of")
+
+
+def test_a_filter_of_a_component_that_the_reward_does_not_have_is_told(tmp_path: Path, places: dict[str, str]) -> None:
+    def told(component: str) -> list[str]:
+        section = {"address": "{parts}", "ca_file": "{ca}", "bearer_token_file": "{folder}/right", "components": "{{}}"}
+        reward = [f"reward.{name}={value.format(**places)}" for name, value in section.items()]
+        filters = f"algorithm.filters={{without_signal: true, component: {component}}}"
+        return find_problems(load_settings(write_light_config(tmp_path), [*reward, filters]), io.StringIO())
+
+    assert told("right") == []
+    (problem,) = told("left")
+    assert "algorithm.filters.component 'left': the reward has no component of that name, it has ['right']" in problem
 
 
 def test_another_role_at_an_address_is_told(tmp_path: Path, places: dict[str, str]) -> None:

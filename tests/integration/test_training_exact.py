@@ -155,6 +155,30 @@ def test_every_policy_loss_has_one_ranks_gradients_on_many_and_under_other_cuts(
         assert_same(gradients, expected)
 
 
+@pytest.mark.thorough("test_the_mean_of_normalised_weights_and_their_loss_do_not_depend_on_how_the_step_is_cut")
+@pytest.mark.parametrize("kind", ["token", "sequence", "icepop"])
+def test_normalised_weights_have_one_ranks_gradients_on_many_and_under_other_cuts(
+    bench: Bench, ranks: dict[int, Ranks], kind: str
+) -> None:
+    correction = {
+        "weight": {"kind": kind, "normalize": True},
+        "reject": [{"kind": "ratio", "over": "token", "low": 0.3, "high": 3.0}],
+    }
+    job = bench.job("dense", *make_rows(bench, "dense", (SHAPE, 11)), correction=correction)
+    whole, expected = bench.alone(job)
+    _, plain = bench.alone(replace(job, correction={**correction, "weight": {"kind": kind}}))
+    assert any(not torch.allclose(expected[name], plain[name], rtol=1e-2) for name in plain), "it does nothing"
+    cut, gradients = bench.alone(replace(job, token_budget=30, seed=3))
+    assert_same_answer(cut, whole)
+    assert_same(gradients, expected)
+    for layout in (Layout(2, {}), Layout(2, {"sequence": 2}), Layout(4, {"tensor": 2})):
+        spread, gradients = bench.spread(
+            ranks[layout.world_size], replace(job, parallel=layout.parallel, token_budget=25, seed=5)
+        )
+        assert_same_answer(spread, whole)
+        assert_same(gradients, expected)
+
+
 NUM_TAUGHT = 4
 """Ids that the teacher of these tests ranks."""
 FORWARD_TOPK = {"teacher": "wise", "placement": "loss", "top_k": NUM_TAUGHT, "coef": 0.5}

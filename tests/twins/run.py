@@ -9,7 +9,7 @@ exactly those.
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -259,9 +259,12 @@ async def twin_run(
     score: ScoreFunction = parity,
     template: str = CHAT_TEMPLATE,
     more_tokens: Sequence[str] = (),
+    components: Mapping[str, tuple[float, float]] = {},
     **sections: Any,
 ) -> AsyncIterator[TwinRun]:
-    """Serves actor, critic and reward; `sections` are merged over a run of 3 steps of 4 groups of 2."""
+    """Serves actor, critic and reward; `sections` are merged over a run of 3 steps of 4 groups of 2. `components`: the
+    ranges of what `score` gives besides the reward.
+    """
     store.ledger.unlock()  # the fixture's: the first controller need not wait until its lease is over
     async with AsyncExitStack() as stack:
         write_tokenizer(folder / "model", template, more_tokens)
@@ -272,7 +275,7 @@ async def twin_run(
             "parity",
             (0, 1),
             ("response_text", "ground_truth", "environment_reward", "messages"),
-            {},
+            components,
             False,
             max_items=0,
         )

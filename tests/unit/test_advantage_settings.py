@@ -73,6 +73,22 @@ def test_estimators_of_right_and_wrong_refuse_what_moves_a_right_reward(advantag
         with_advantage(advantage, algorithm={"shaping": {"normalize": "batch"}})
 
 
+def test_a_filter_reads_a_component_that_is_there_and_told_apart() -> None:
+    def filtered(component: str, **sections: Any) -> None:
+        filters = {"without_signal": True, "component": component}
+        advantage = sections.pop("advantage", {"kind": "grpo"})
+        with_advantage(advantage, algorithm={"filters": filters}, **sections)
+
+    for component in ("right", "short/part"):
+        filtered(component, reward=SCORED)
+    filtered("seen", reward=WITH_A_SHADOW)
+    filtered("whatever", reward={"address": "scorer:1"})
+    with pytest.raises(ValidationError, match=r"component 'long': reward.components has none of that name, it has \['"):
+        filtered("long", reward=SCORED)
+    with pytest.raises(ValidationError, match=r"component: a greedy response is compared by the whole reward alone"):
+        filtered("right", reward=SCORED, advantage={"kind": "remax"}, num_responses=1)
+
+
 def test_pass_at_k_refuses_a_bound_that_no_right_response_reaches() -> None:
     with pytest.raises(ValidationError, match=r"shaping\.clip_max 0\.8: pass_at_k takes a response for right from 1"):
         with_advantage({"kind": "pass_at_k", "k": 2}, algorithm={"shaping": {"clip_max": 0.8}})

@@ -131,6 +131,7 @@ def test_a_command_or_role_that_does_not_exist_is_told_with_the_nearest_one(
         ("actor.optimizer.betas=[0.9, 1.5]", "less than 1"),
         ("run.seed=99999999999999999999999", "less than 9223372036854775808"),
         ("reward.components={accuracy: {scorer: {kind: exact_match}}}", "is a metric of the whole reward"),
+        ("reward.components={source: {scorer: {kind: exact_match}}}", "source: reward/source or eval/SET/source is a"),
         ("reward.components={'': {scorer: {kind: exact_match}}}", "one has no name"),
         (
             "reward.components={a: {scorer: {kind: function, target: 'm:f', components: [b]}}, "

@@ -415,6 +415,36 @@ def test_when_held_out_sets_are_evaluated_is_said(config: Path) -> None:
     assert "temperature 0.0, at the end\n" in told("at_start: false")
 
 
+def test_prompts_that_are_drawn_of_a_file_are_told_and_counted(config: Path) -> None:
+    row = '{"prompt": "2 + 2", "ground_truth": "4"}\n'
+    (config.parent / "train.jsonl").write_text(row * 80)
+    held = "evaluation.sets={held: {path: train.jsonl, max_prompts: 3}}"
+    _, text = findings(load_settings(config, ["data.max_prompts=8", "run.num_steps=10", held]))
+    assert f"data.train: {config.parent}/train.jsonl, 8 prompts drawn by data.max_prompts\n" in text
+    assert "10 steps of 2 groups are 2.5 epochs of these prompts" in text
+    assert "train.jsonl, 3 prompts drawn by evaluation.sets.held.max_prompts, 1 response(s)" in text
+    _, text = findings(load_settings(config, ["data.max_prompts=81"]))
+    assert f"data.train: {config.parent}/train.jsonl, 80 prompts\n" in text
+
+
+def test_the_sources_that_a_held_out_set_is_reported_by_are_said(config: Path) -> None:
+    def told(*sources: str) -> str:
+        rows = ({"prompt": "1 + 1", "ground_truth": "2", **({"source": each} if each else {})} for each in sources)
+        (config.parent / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return findings(load_settings(config, ["evaluation.sets={held: {path: held.jsonl}}"]))[1]
+
+    assert "  by field source, each reported by itself, too: math 2, openai/gsm8k 1\n" in told(
+        "openai/gsm8k", "math", "math"
+    )
+    assert "too: math 1\n" in told("math", ""), "the other rows are in the set's own figures alone"
+    assert "too: s0 1, s1 1, s2 1, s3 1, s4 1, s5 1, s6 1, s7 1 and 56 others\n" in told(*(f"s{i}" for i in range(64)))
+    assert "NOTE evaluation.sets.held.path: its field source has 65 texts, more than the 64 whose rewards" in told(
+        *(f"s{i}" for i in range(65))
+    )
+    for none in (["math", "math"], ["", ""], ["x" * 101, "\n"]):
+        assert "field source" not in told(*none)
+
+
 def test_a_run_of_no_steps_evaluates_what_it_starts_from(config: Path) -> None:
     with pytest.raises(ConfigError, match=r"evaluation\.at_start: a run of no steps is its evaluation, at step 0"):
         load_settings(config, ["run.num_steps=0", "evaluation.at_start=false"])

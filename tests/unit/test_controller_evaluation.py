@@ -101,13 +101,14 @@ async def evaluated(
     board: RunBoard | None = None,
     settings: RunSettings | None = None,
     images: Mapping[int, tuple[ImageFile, ...]] = {},
+    sources: tuple[str | None, ...] = (),
 ) -> dict[str, float]:
     section = EvaluationSet.model_validate({"path": "held.jsonl", "num_responses": NUM_RESPONSES})
     prompts = [trajectory_pb2.Prompt(uid=str(i), token_ids=np.ones(2, "<i4").tobytes()) for i in range(NUM_PROMPTS)]
     members: Any = fleet or Replicas(list(replicas))
     reward: Any = scorer or Scorer()
     settings = settings or make_settings(controller={"lease_s": LEASE_S})
-    held_out = HeldOutSet("held", section, tuple(prompts), images)
+    held_out = HeldOutSet("held", section, tuple(prompts), images, sources)
     metrics, _ = await Evaluation(settings, members, reward, board or RunBoard(), [held_out]).run(4, lambda: VERSION)
     return metrics.values()
 
@@ -220,6 +221,36 @@ async def test_the_best_and_the_worst_are_reported_of_graded_rewards_alone(
         "eval/held/worst@2": 0.0,
     }
     assert not figures & (await evaluated(make_settings, Replica("r.0"))).keys()
+
+
+async def test_each_source_is_reported_by_itself_over_its_scored_responses(
+    make_settings: Callable[..., RunSettings],
+) -> None:
+    class Grading(Scorer):
+        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
+            right = {"eval/4/held/0/1", "eval/4/held/2/0", "eval/4/held/2/1"}
+            return [Score(1.0 if item.id in right else 0.25) for item in items]
+
+    def of_sources(values: Mapping[str, float]) -> dict[str, float]:
+        return {name.removeprefix("eval/held/source/"): value for name, value in values.items() if "/source/" in name}
+
+    scorer, parted = Grading(), ("openai/gsm8k", None, "math")
+    assert of_sources(await evaluated(make_settings, Replica("r.0"), scorer=scorer, sources=parted)) == {
+        "openai/gsm8k/reward": 0.625,
+        "openai/gsm8k/accuracy": 0.5,
+        "openai/gsm8k/prompts": 1,
+        "math/reward": 1.0,
+        "math/accuracy": 1.0,
+        "math/prompts": 1,
+    }
+    mixed, failing = ("a", "a", "b"), Replica("r.0", failing={uid: GenerationError("it cannot") for uid in "12"})
+    assert of_sources(await evaluated(make_settings, failing, scorer=scorer, sources=mixed)) == {
+        "a/reward": 0.625,
+        "a/accuracy": 0.5,
+        "a/prompts": 1,
+        "b/prompts": 0,
+    }, "prompts that nobody could answer are in no mean"
+    assert not of_sources(await evaluated(make_settings, Replica("r.0"), scorer=scorer))
 
 
 async def test_only_rollouts_that_hold_the_version_are_asked(make_settings: Callable[..., RunSettings]) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,3 +85,24 @@ def test_the_reverse_kl_is_the_old_policys_and_the_samplers_where_a_sealed_batch
     for contents, expected in ((sampled, 0.375), (computed, 0.5)):
         values = of_batch(settings, 0, [group(1, 1.0)], [contents], {}).values()
         assert values["distillation/reverse_kl"] == pytest.approx(expected)
+        assert values["distillation/held_tokens"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("distillation", "held"),
+    [
+        ({"max_log_ratio": 0.5}, 0.5),
+        ({"max_log_ratio": None}, None),
+        ({"placement": "loss", "max_log_ratio": 0.2}, 1.0),
+        ({"placement": "loss", "top_k": 4}, None),
+    ],
+)
+def test_the_share_of_tokens_that_the_bound_of_distillation_holds_is_told(
+    distillation: dict[str, Any], held: float | None
+) -> None:
+    settings = run_settings(
+        algorithm={"groups_per_batch": 1, "distillation": {"teacher": "wise", **distillation}}, references={"wise": {}}
+    )
+    contents: dict[str, Array] = {**row(1), "teacher/logprobs": np.array([0, 0, -1.25, -0.75], np.float32)}
+    values = of_batch(settings, 0, [group(1, 1.0)], [contents], {}).values()
+    assert values.get("distillation/held_tokens") == held

@@ -261,6 +261,40 @@ def test_several_files_are_one_set_whose_later_rows_say_their_file(tmp_path: Pat
         DataSection(train=())
 
 
+@given(num_rows=st.integers(1, 40), fewer=st.integers(1, 45), more=st.integers(1, 45), data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_as_many_rows_as_are_wanted_are_drawn_in_their_order_and_fewer_are_among_more(
+    tmp_path: Path, num_rows: int, fewer: int, more: int, data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(0, num_rows - 1))
+    rows = [{"prompt": f"row {i}"} for i in range(num_rows)]
+    files = [write(tmp_path / "b.jsonl", *rows[cut:])] if cut else []
+    files = [write(tmp_path / "a.jsonl", *(rows[:cut] or rows)), *files]
+
+    def drawn(most: int | None) -> list[str]:
+        found = load_prompts(tuple(files), data_section(files[0]), ELSEWHERE, max_prompts=most)
+        return [prompt.messages[0][1] for prompt in found]
+
+    everything = drawn(None)
+    fewer, more = sorted((fewer, more))
+    few, many = drawn(fewer), drawn(more)
+    assert (len(few), len(many)) == (min(fewer, num_rows), min(more, num_rows))
+    assert set(few) <= set(many)
+    assert many == [row for row in everything if row in many]
+
+
+def test_rows_are_drawn_evenly_from_all_files_keep_their_ids_and_the_others_are_not_looked_at(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", *({"prompt": "a"} for _ in range(500)))
+    second = write(tmp_path / "b.jsonl", *({"prompt": "b"} for _ in range(499)), {"text": "no prompt"})
+    prompts = load_prompts((first, second), data_section(first), ELSEWHERE, max_prompts=200)
+    texts = [prompt.messages[0][1] for prompt in prompts]
+    assert texts.count("a") == pytest.approx(100, abs=25)
+    assert texts == sorted(texts)
+    assert all(prompt.where.endswith(f"line {prompt.uid.rpartition(':')[2]}") for prompt in prompts)
+    with pytest.raises(ConfigError, match="line 500: no field 'prompt'"):
+        load_prompts((first, second), data_section(first), ELSEWHERE, max_prompts=1000)
+
+
 def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
     rows = [{"prompt": "one", "ground_truth": "1", "level": 3}, {"prompt": "two", "ground_truth": "2", "level": 4}]
     jsonl = write(tmp_path / "p.jsonl", *rows)

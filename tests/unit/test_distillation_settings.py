@@ -42,6 +42,11 @@ def distilling(
         ({"field": "subject", "teacher": "wise"}, "teachers and field go together"),
         ({"teachers": {"math": "wise"}}, "teachers and field go together"),
         ({"teacher": "wise", "top_k": 4}, "placement: loss"),
+        (
+            {"teacher": "wise", **RANKED, "max_log_ratio": 5.0},
+            "max_log_ratio: it bounds sampled tokens, and with top_k",
+        ),
+        ({"teacher": "wise", "max_log_ratio": 0.0}, "max_log_ratio"),
     ],
 )
 def test_a_section_that_cannot_teach_is_refused(section: dict[str, Any], complaint: str) -> None:

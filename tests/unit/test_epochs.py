@@ -36,6 +36,7 @@ def test_epochs_are_the_whole_batches_of_the_prompts_that_fit_and_the_run_s_file
     settings = counted(config)
     assert (settings.run.num_steps, settings.run.num_epochs) == (2 * 9 // 4, None)
     assert counted(config, "run.num_epochs=4").run.num_steps == 9
+    assert counted(config, "run.num_epochs=4", "data.max_prompts=1").run.num_steps == 1, "one prompt, four times"
     settings.run.dir.mkdir()
     again = load_settings(write_config(settings))
     assert (again.run.total_steps, again.run.num_epochs) == (4, None)

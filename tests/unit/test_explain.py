@@ -76,6 +76,10 @@ def test_every_kind_has_words(field: str, section: Any, kind: str, config: Path)
             "groups: dropped and replaced when all rewards are equal (dynamic sampling); at most 1024 a step",
         ),
         ("filters={max_success_rate: 0.9}", "more than 90% of the responses reach 1"),
+        (
+            "filters={without_signal: true, min_success_rate: 0.1, component: correct}",
+            "all values of correct are equal (dynamic sampling); or fewer than 10% of the responses reach 1 in correct",
+        ),
         ("filters={min_success_rate: 0.125}", "fewer than 12.5% of the responses reach 1"),
         (
             "shaping={clip_max: 2.0, overlong: {buffer_tokens: 2}}",
@@ -86,6 +90,10 @@ def test_every_kind_has_words(field: str, section: Any, kind: str, config: Path)
         ("correction=null", "correction: none"),
         ("correction={proximal: bypass}", "correction: the sampler is the old policy"),
         ("correction={weight: {kind: icepop}}", "within 0.5 .. 5, and by 0 outside"),
+        (
+            "correction={weight: {kind: sequence, normalize: true}}",
+            "responses weighed by trainer / sampler, at most 2, over their mean in the step",
+        ),
         (
             "correction={reject: [{kind: k3, over: sequence_mean, high: 0.1}]}",
             "responses rejected by k3 above 0.1 (sequence mean)",
@@ -138,17 +146,21 @@ def test_a_kl_without_a_gradient_is_told(config: Path) -> None:
     [
         (
             "{teacher: wise, coef: 2}",
-            "advantages: rewards teach nothing, minus 2 x log(policy / teacher 'wise') of each token",
+            "advantages: rewards teach nothing, minus 2 x log(policy / teacher 'wise') of each token, held within +-10",
         ),
         (
             "{teacher: wise, task_coef: 0.5}",
             "advantages: 0.5 x (reward minus the group's mean, over the group's standard deviation (GRPO)), minus "
             "1 x log(",
         ),
-        ("{teacher: wise, placement: loss}", "  plus 1 x KL from the policy to teacher 'wise', of the sampled tokens"),
+        (
+            "{teacher: wise, placement: loss}",
+            "  plus 1 x KL from the policy to teacher 'wise', of the sampled tokens, held within +-10\n",
+        ),
+        ("{teacher: wise, placement: loss, max_log_ratio: null}", "to teacher 'wise', of the sampled tokens\n"),
         (
             "{teacher: wise, placement: loss, top_k: 4}",
-            "KL from teacher 'wise' to the policy over the teacher's 4 likeliest tokens",
+            "KL from teacher 'wise' to the policy over the teacher's 4 likeliest tokens\n",
         ),
         (
             "{teacher: wise, field: subject, teachers: {math: wise}}",

@@ -81,6 +81,7 @@ def test_a_model_that_is_still_being_copied_is_named_and_not_kept(begin: MakeSet
         ("data.shuffle", {"data": {"shuffle": False}}),
         ("data.system_prompt", {"data": {"system_prompt": "Be brief."}}),
         ("data.preprocess", {"data": {"preprocess": {"function": "mine:row"}}}),
+        ("data.max_prompts", {"data": {"max_prompts": 5}}),
         ("sampling.num_responses", {"sampling": {"num_responses": 4}}),
         ("algorithm.groups_per_batch", {"algorithm": {"groups_per_batch": 3}}),
         ("actor.lora", {"actor": {"lora": {"rank": 8}}}),
@@ -222,6 +223,7 @@ def test_a_setting_that_an_older_release_did_not_keep_is_not_held_against_the_ru
     [
         ("data.images_field", {"data": {"images_field": "images"}}),
         ("data.preprocess", {"data": {"preprocess": {"function": "mine:row"}}}),
+        ("data.max_prompts", {"data": {"max_prompts": 5}}),
         ("model.freeze_vision_tower", {"model": {"freeze_vision_tower": True}}),
         (
             "environment.max_image_bytes",

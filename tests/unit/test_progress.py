@@ -74,6 +74,17 @@ def test_an_evaluation_between_steps_has_a_line_of_its_own() -> None:
     assert out.getvalue().splitlines()[-1].endswith("eval heldout 0.900")
 
 
+def test_the_sources_of_a_held_out_set_have_a_line_in_the_table_and_none_among_the_steps() -> None:
+    values = {"accuracy": 0.5, "source/openai/gsm8k/accuracy": 0.25, "source/openai/gsm8k/prompts": 660.0}
+    values |= {"source/math/accuracy": 1.0, "source/math/prompts": 220.0, "source/none_scored/prompts": 0.0}
+    shown = status(3, **{f"eval/held/{name}": value for name, value in values.items()})
+    out, table = io.StringIO(), io.StringIO()
+    PlainView(out).show(shown)
+    Console(file=table, width=120).print(render(shown))
+    assert out.getvalue() == "running  step 3/20  eval held 0.500\n"
+    assert "eval held 0.500\neval held by source: math 1.000 (220), openai/gsm8k 0.250 (660)\n" in table.getvalue()
+
+
 def test_a_start_says_what_it_waits_for() -> None:
     out = io.StringIO()
     PlainView(out).show(

@@ -1,10 +1,10 @@
-"""On-policy distillation as a loss: forward KL from a teacher over the ids that it gives the highest probability.
-Torch.
-
-(Reverse KL as a loss is kl.py's.)
+"""On-policy distillation as a loss: forward KL from a teacher over the ids that it gives the highest probability, and
+reverse KL of the sampled tokens. Torch.
 
 Shapes: N tokens of one microbatch, packed; k ids of the teacher's highest probability.
 """
+
+import math
 
 import torch
 
@@ -28,3 +28,17 @@ def forward_topk_kl_N(logprobs_Nk: torch.Tensor, teacher_logprobs_Nk: torch.Tens
         (1 - x_Nk.exp().sum(1)).clamp(min=TAIL_FLOOR) for x_Nk in (logprobs_Nk, teacher_logprobs_Nk)
     )
     return inside_N + teacher_tail_N * (teacher_tail_N.log() - tail_N.log())
+
+
+def reverse_kl_N(
+    logprobs_N: torch.Tensor, teacher_logprobs_N: torch.Tensor, max_log_ratio: float | None = None
+) -> torch.Tensor:
+    """[N], differentiable in logprobs_N: log(policy / teacher) of the sampled token, held within +-max_log_ratio, with
+    the gradient of (log ratio)^2 / 2, which is that of KL(policy || teacher) on average (kl.py's k1 with k2's).
+
+    Beyond the bound the gradient stays what it is there, as Huber's loss has it: a clamp of the loss itself would let
+    go of just the tokens that are farthest off.
+    """
+    bound = math.inf if max_log_ratio is None else max_log_ratio
+    held_N = (logprobs_N.detach() - teacher_logprobs_N).clamp(-bound, bound)
+    return held_N + held_N * (logprobs_N - logprobs_N.detach())

@@ -72,12 +72,15 @@ def _curriculum(section: CurriculumSection) -> str:
 
 def _filters(section: FiltersSection, solved_at: float) -> list[str]:
     dropped = []
+    what, reach = "rewards", f"reach {solved_at:g}"
+    if section.component is not None:
+        what, reach = f"values of {section.component}", f"{reach} in {section.component}"
     if section.without_signal:
-        dropped.append("all rewards are equal (dynamic sampling)")
+        dropped.append(f"all {what} are equal (dynamic sampling)")
     if section.min_success_rate > 0:
-        dropped.append(f"fewer than {100 * section.min_success_rate:g}% of the responses reach {solved_at:g}")
+        dropped.append(f"fewer than {100 * section.min_success_rate:g}% of the responses {reach}")
     if section.max_success_rate < 1:
-        dropped.append(f"more than {100 * section.max_success_rate:g}% of the responses reach {solved_at:g}")
+        dropped.append(f"more than {100 * section.max_success_rate:g}% of the responses {reach}")
     if section.all_truncated:
         dropped.append("every response was cut off")
     if section.max_mean_tokens is not None:
@@ -133,7 +136,8 @@ def _advantages(algorithm: AlgorithmSection) -> str:
     words = [f"{distillation.task_coef:g} x ({task})"] if distillation.task_coef else ["rewards teach nothing"]
     if distillation.placement == "advantage":
         words.append(
-            f"minus {distillation.coef:g} x log(policy / {_teachers(distillation)}) of each token{_pass(algorithm)}"
+            f"minus {distillation.coef:g} x log(policy / {_teachers(distillation)}) of each token"
+            f"{_held(distillation)}{_pass(algorithm)}"
         )
     return ", ".join(words)
 
@@ -246,7 +250,11 @@ def _entropy(section: EntropySection) -> str:
 def _divergence(section: DistillationSection) -> str:
     if section.top_k is not None:
         return f"KL from {_teachers(section)} to the policy over the teacher's {section.top_k} likeliest tokens"
-    return f"KL from the policy to {_teachers(section)}, of the sampled tokens"
+    return f"KL from the policy to {_teachers(section)}, of the sampled tokens{_held(section)}"
+
+
+def _held(section: DistillationSection) -> str:
+    return "" if section.max_log_ratio is None else f", held within +-{section.max_log_ratio:g}"
 
 
 def _teachers(section: DistillationSection) -> str:
@@ -279,9 +287,12 @@ def _weight(section: CorrectionSection) -> str:
     weight = section.weight
     if weight is None:
         return "tokens are not weighed"
+    normalized = ", over their mean in the step, after a pass over its first mini-batch" if weight.normalize else ""
     if weight.kind == "icepop":
-        return f"tokens weighed by trainer / sampler within {weight.low:g} .. {weight.cap:g}, and by 0 outside (IcePop)"
-    return f"{'tokens' if weight.kind == 'token' else 'responses'} weighed by trainer / sampler{_capped(weight.cap)}"
+        band = f"{weight.low:g} .. {weight.cap:g}"
+        return f"tokens weighed by trainer / sampler within {band}, and by 0 outside (IcePop){normalized}"
+    what = "tokens" if weight.kind == "token" else "responses"
+    return f"{what} weighed by trainer / sampler{_capped(weight.cap)}{normalized}"
 
 
 def _capped(cap: float | None) -> str:

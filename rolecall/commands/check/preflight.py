@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -30,7 +31,7 @@ from rolecall.rpc.channel import open_channel
 from rolecall.rpc.identity import acting_as
 from rolecall.rpc.listening import require_ports, require_tls, why_not
 from rolecall.rpc.presence import LOOK_S, Ask, health_of, look
-from rolecall.scoring.client import open_client, open_external, taken_problem
+from rolecall.scoring.client import filter_problem, open_client, open_external, taken_problem
 from rolecall.settings import (
     AddressSection,
     CustomLoss,
@@ -246,7 +247,7 @@ def _named(settings: RunSettings) -> Iterator[_Place]:
             "reward.address",
             address_of_reward,
             reward,
-            _describe_whole,
+            partial(_describe_whole, settings.algorithm.filters.component),
             lambda: open_client(settings.reward, address_of_reward, rpc)[1],
         )
         return
@@ -288,9 +289,10 @@ async def _describe(channel: grpc.aio.Channel) -> None:
     await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=LOOK_S)
 
 
-async def _describe_whole(channel: grpc.aio.Channel) -> None:
-    stub = reward_pb2_grpc.RewardServiceStub(channel)
-    problem = taken_problem(await stub.Describe(reward_pb2.DescribeRequest(), timeout=LOOK_S))
+async def _describe_whole(component: str | None, channel: grpc.aio.Channel) -> None:
+    """`component`: what the filters read."""
+    spec = await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=LOOK_S)
+    problem = taken_problem(spec) or filter_problem(component, spec)
     if problem:
         raise ConfigError(problem)
 

@@ -10,10 +10,13 @@ from rolecall.data.dataset import RawPrompt, load_prompts
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.scoring.sources import MAX_SOURCES, SOURCE_FIELD, count_sources, source_of
 from rolecall.settings import RunSettings
 
 _MAX_MEASURED_PROMPTS = 2000
 """Prompts of a file that are rendered and counted; the controller looks at every one when its turn comes."""
+_NAMED_SOURCES = 8
+"""Sources of a held-out set that are named, the most frequent."""
 
 
 def all_prompts(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[Iterator[str]]:
@@ -22,7 +25,7 @@ def all_prompts(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Itera
     ConfigError ends alone.
     """
     train: list[RawPrompt] = []
-    yield _prompts(settings, tokenizer, "data.train", settings.data.train, "", train)
+    yield _prompts(settings, tokenizer, "data.train", settings.data.train, settings.data.max_prompts, "", train)
     yield _epochs(settings, train)
     yield store(settings, train)
     yield _unused_evaluation(settings)
@@ -33,7 +36,10 @@ def all_prompts(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Itera
         about = f", {section.num_responses} response(s) at temperature {section.temperature}, {when}"
         if settings.evaluation.beside:
             about += ", beside the next step, whose publish waits"
-        yield _prompts(settings, tokenizer, f"evaluation.sets.{name}.path", section.path, about, [])
+        held_out: list[RawPrompt] = []
+        setting = f"evaluation.sets.{name}.path"
+        yield _prompts(settings, tokenizer, setting, section.path, section.max_prompts, about, held_out)
+        yield _sources(setting, held_out)
 
 
 def _unused_evaluation(settings: RunSettings) -> Iterator[str]:
@@ -44,23 +50,42 @@ def _unused_evaluation(settings: RunSettings) -> Iterator[str]:
         yield f"{NOTE} {named}: there are no evaluation.sets, so that nothing is evaluated; add one"
 
 
+def _sources(setting: str, prompts: list[RawPrompt]) -> Iterator[str]:
+    counts = count_sources(source_of(prompt.metadata) for prompt in prompts)
+    if len(counts) > MAX_SOURCES:
+        yield (
+            f"{NOTE} {setting}: its field {SOURCE_FIELD} has {len(counts)} texts, more than the {MAX_SOURCES} whose "
+            "rewards are reported by themselves, so that none is; have data.preprocess give rows coarser ones"
+        )
+    elif counts:
+        named = ", ".join(f"{source} {num}" for source, num in counts.most_common(_NAMED_SOURCES))
+        others = f" and {len(counts) - _NAMED_SOURCES} others" if len(counts) > _NAMED_SOURCES else ""
+        yield f"  by field {SOURCE_FIELD}, each reported by itself, too: {named}{others}"
+
+
 def _prompts(
     settings: RunSettings,
     tokenizer: ChatTokenizer | None,
     setting: str,
     files: Path | tuple[Path, ...],
+    max_prompts: int | None,
     about: str,
     read: list[RawPrompt],
 ) -> Iterator[str]:
     """Every row is read, into `read`; the first ones are measured, and more only while none fits."""
     prompts = load_prompts(
-        files, settings.data, settings.reward, settings.algorithm.distillation if files == settings.data.train else None
+        files,
+        settings.data,
+        settings.reward,
+        settings.algorithm.distillation if files == settings.data.train else None,
+        max_prompts=max_prompts,
     )
     read += prompts
     names = str(files) if isinstance(files, Path) else ", ".join(map(str, files))
     own = settings.data.preprocess
     through = "" if own is None else f" through data.preprocess.function {own.name}"
-    yield f"{setting}: {names}, {len(prompts)} prompts{through}{about}"
+    drawn = f" drawn by {setting.rpartition('.')[0]}.max_prompts" if len(prompts) == max_prompts else ""
+    yield f"{setting}: {names}, {len(prompts)} prompts{through}{drawn}{about}"
     if tokenizer is not None:
         yield from _measured(settings, tokenizer, setting, names, prompts)
 

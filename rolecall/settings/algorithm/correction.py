@@ -34,6 +34,12 @@ class ImportanceWeight(Section):
     """Upper bound of the weight, beyond which icepop's is 0; null: none, plain importance sampling. Absent: 2, and 5
     for icepop.
     """
+    normalize: bool = False
+    """Divide the weights by their mean over the trained tokens of the step (of kind sequence: over its responses), of
+    all mini-batches and before anything is rejected: self-normalised importance sampling. The gradient keeps its size
+    where the weights are small as a whole, at the price of a bias that falls with the batch; a weight may then exceed
+    cap. Costs one forward pass of the actor over the first mini-batch, whose weights are known only then.
+    """
 
     @model_validator(mode="before")
     @classmethod

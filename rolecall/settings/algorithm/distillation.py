@@ -26,6 +26,11 @@ class DistillationSection(Section):
     teacher to the policy (forward), over so many ids to which the teacher gives the highest probability, and one more
     outcome, all the others together; each id costs 8 bytes per token in the store.
     """
+    max_log_ratio: PositiveFloat | None = 10.0
+    """Bound in nats of a sampled token's log(policy / teacher), on both sides: a token that the teacher thinks all but
+    impossible then pulls no harder than this, and still pulls. 10, a factor of 22,000, is what verl's recipes hold the
+    loss at; null: no bound. Without top_k alone, whose gradient on a logit is a difference of probabilities.
+    """
     coef: PositiveFloat = 1.0
     """Weight of the divergence."""
     task_coef: NonNegativeFloat = 0.0
@@ -60,4 +65,9 @@ class DistillationSection(Section):
     def _ranking_is_a_loss(self) -> Self:
         if self.top_k is not None and self.placement == "advantage":
             raise ValueError("top_k: the forward KL over several ids is a loss; set placement: loss, or remove top_k")
+        if self.top_k is not None and self.max_log_ratio != type(self).model_fields["max_log_ratio"].default:
+            raise ValueError(
+                "max_log_ratio: it bounds sampled tokens, and with top_k they are not compared: no token's gradient "
+                "exceeds 1 there; remove one of the two"
+            )
         return self

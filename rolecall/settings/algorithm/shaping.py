@@ -55,6 +55,11 @@ class FiltersSection(Section):
     counted under the first that applies, in this order.
     """
 
+    component: str | None = None
+    """Part of the reward that without_signal and the success rates read in place of the whole: a name under
+    reward.components, or of a part of one (NAME/PART); of weight 0 it is for them alone. Responses that it does not
+    apply to are left out, and a group of nothing else is judged by its whole reward. Absent: the whole reward.
+    """
     without_signal: bool = False
     """Drop groups whose rewards are all equal, with what tokens or turns earned and without (`without_signal`;
     arXiv:2503.14476, eq. 11).
@@ -71,6 +76,15 @@ class FiltersSection(Section):
     """Budget of groups dropped by all filters within one step; spent, the run stops. Absent: 32 batches, and at least
     1024 groups, so that a run goes on until about one group of 33 is kept.
     """
+
+    @model_validator(mode="after")
+    def _something_reads_the_component(self) -> Self:
+        read = self.without_signal or self.min_success_rate > 0 or self.max_success_rate < 1
+        if self.component is not None and not read:
+            raise ValueError(
+                "component: no filter reads it; set without_signal, min_success_rate or max_success_rate, or remove it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _some_rate_passes(self) -> Self:

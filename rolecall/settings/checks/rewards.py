@@ -119,6 +119,18 @@ def check_shaping(settings: "RunSettings") -> None:
             "algorithm.shaping.overlong: maxrl divides by the group's mean reward, which this would bring near "
             "0; remove one of them"
         )
+    if filters.component is not None:
+        names = sorted(settings.reward.components)
+        if names and _component_of(filters.component) not in names:
+            raise ValueError(
+                f"algorithm.filters.component {filters.component!r}: reward.components has none of that name, it has "
+                f"{names}; name one of them, or remove it"
+            )
+        if filters.without_signal and settings.sampling.num_responses < 2:
+            raise ValueError(
+                "algorithm.filters.component: a greedy response is compared by the whole reward alone, so that in a "
+                "group of one response none ever differs; raise sampling.num_responses, or remove the component"
+            )
     if filters.without_signal and settings.responses_per_group < 2:
         raise ValueError(
             "algorithm.filters.without_signal: a group of one response never has any; raise "

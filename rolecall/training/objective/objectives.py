@@ -20,7 +20,7 @@ from rolecall.algorithms.aggregation import Counts, token_weights
 from rolecall.algorithms.correction import correct
 from rolecall.algorithms.kl import kl_N
 from rolecall.algorithms.losses import PolicyBatch, token_losses
-from rolecall.algorithms.losses.distillation import forward_topk_kl_N
+from rolecall.algorithms.losses.distillation import forward_topk_kl_N, reverse_kl_N
 from rolecall.algorithms.losses.entropy import entropy_bonus
 from rolecall.algorithms.losses.sft import sft_loss
 from rolecall.algorithms.losses.value import value_loss
@@ -55,6 +55,8 @@ class PolicyObjective:
     """Coefficients of the sealed batch."""
     length: int
     """The constant of seq_mean_token_sum_norm."""
+    mean_weight: float = 1.0
+    """The mean importance weight of the step, where the correction's are normalised."""
 
     def __call__(self, microbatch: Microbatch, outputs: TokenOutputs | ValueOutputs) -> tuple[torch.Tensor, Metrics]:
         """A Loss. Metrics are means over the trained tokens."""
@@ -82,7 +84,7 @@ class PolicyObjective:
         losses_N = losses.losses_N
         metrics = Metrics()
         if algorithm.correction is not None:
-            correction = correct(algorithm.correction, batch, rollout_N)
+            correction = correct(algorithm.correction, batch, rollout_N, self.mean_weight)
             losses_N = losses_N * correction.weights_N
             shown |= {"actor/correction_weight": correction.weights_N, "actor/rejected_tokens": correction.rejected_N}
             _add_rejected_sequences(metrics, batch, correction.weights_N)
@@ -159,8 +161,7 @@ def _teacher_kl_N(
     if distillation.top_k is not None:
         assert outputs.target_logprobs_Nk is not None
         return forward_topk_kl_N(outputs.target_logprobs_Nk, columns[TOPK_LOGPROBS])
-    # The sampled token's own estimate as the value; its gradient on-policy is 0 on average, k2's that of the KL.
-    return kl_N(outputs.logprobs_N, columns[reference_column(TEACHER)], "k1", "k2")
+    return reverse_kl_N(outputs.logprobs_N, columns[reference_column(TEACHER)], distillation.max_log_ratio)
 
 
 def _add_rejected_sequences(metrics: Metrics, batch: PolicyBatch, weights_N: torch.Tensor) -> None:

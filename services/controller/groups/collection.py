@@ -198,6 +198,7 @@ class Collection:
         reason = reason_to_drop(
             self._settings.algorithm.filters,
             group.rewards_G,
+            group.components,
             group.truncated_G,
             group.num_response_tokens_G,
             has_signal=group.has_signal,

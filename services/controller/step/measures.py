@@ -150,11 +150,15 @@ def of_batch(
     metrics.sum("batch/response_tokens", sum(int(group.num_response_tokens_G.sum()) for group in groups))
     sampled = np.concatenate([row["rollout_logprobs"][row["response_mask"] != 0] for row in rows])
     metrics.mean("rollout/entropy_estimate", float(-sampled.mean()), sampled.size)
-    if settings.algorithm.distillation is not None:
+    distillation = settings.algorithm.distillation
+    if distillation is not None:
         taught = np.concatenate([row[reference_column(TEACHER)][row["response_mask"] != 0] for row in rows])
         compared = policy_column(settings.algorithm)  # which a batch that was sealed under other settings may lack
         policy = np.concatenate([row.get(compared, row["rollout_logprobs"])[row["response_mask"] != 0] for row in rows])
         metrics.mean("distillation/reverse_kl", float((policy - taught).mean()), policy.size)
+        if distillation.top_k is None and distillation.max_log_ratio is not None:
+            held = np.abs(policy - taught) > distillation.max_log_ratio
+            metrics.mean("distillation/held_tokens", float(held.mean()), policy.size)
     return metrics
 
 

@@ -224,7 +224,15 @@ def _distilled(
 ) -> list[Array]:
     coef = section.coef if section.placement == "advantage" else 0.0
     known, taught = [row[policy] for row in rows], [row[reference_column(TEACHER)] for row in rows]
-    return distil(advantages, known, taught, loss_masks, coef=coef, task_coef=section.task_coef)
+    return distil(
+        advantages,
+        known,
+        taught,
+        loss_masks,
+        coef=coef,
+        task_coef=section.task_coef,
+        max_log_ratio=section.max_log_ratio,
+    )
 
 
 def _placed_rewards(

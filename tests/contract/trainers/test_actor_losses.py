@@ -89,6 +89,37 @@ async def test_kl_and_sampler_correction_are_terms_of_the_loss(
     assert metrics["actor/loss"] == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
+async def test_normalised_weights_have_a_mean_of_1_over_all_minibatches_and_are_known_before_the_first_update(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches
+) -> None:
+    batch = batches.sealed(0)
+    weight = {"cap": None, "normalize": True}
+    algorithm = {"groups_per_batch": 4, "num_minibatches": 2, "num_epochs": 2, "correction": {"weight": weight}}
+    request = TrainRequest(ctl=store.ledger.ctl, step=0, digest=batch.digest)
+    async with served_actor(make_run(algorithm=algorithm), store) as (rig, actor):
+        passes = rig.engine.context.engine
+        events = [event async for event in actor.Train(request, timeout=60)]
+        metrics = values_of(events[-1].result)
+        assert passes.num_updates == 4
+    progress = [event.progress for event in events if event.HasField("progress")]
+    assert all(each.num_done <= each.num_total for each in progress)
+    assert metrics["actor/correction_normalizer"] == pytest.approx(1.0, abs=1e-3)
+    rows = store.rows.read(batch.rows, ["rollout_logprobs", "loss_mask"])
+    gaps = [np.linspace(-1, 0.5, len(row["loss_mask"]), dtype=np.float32) for row in rows]
+    store.rows.put(
+        batch.rows,
+        [
+            {"old_logprobs": (row["rollout_logprobs"] + gap) * (row["loss_mask"] != 0)}
+            for row, gap in zip(rows, gaps, strict=True)
+        ],
+    )
+    async with served_actor(make_run(algorithm=algorithm), store) as (_, actor):
+        metrics = values_of(await train(actor, request))
+    ratios = np.concatenate([np.exp(gap[row["loss_mask"] != 0]) for row, gap in zip(rows, gaps, strict=True)])
+    assert metrics["actor/correction_normalizer"] == pytest.approx(float(ratios.mean()), rel=1e-4)
+    assert metrics["actor/correction_weight"] == pytest.approx(1.0, rel=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["clip_cov", "kl_cov"])
 async def test_tokens_are_singled_out_before_every_update(
     store: StoreUnderTest, make_run: MakeRun, batches: Batches, kind: str

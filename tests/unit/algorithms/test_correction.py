@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rolecall.algorithms.aggregation import Counts, token_weights
-from rolecall.algorithms.correction import correct
+from rolecall.algorithms.correction import correct, weight_sums
 from rolecall.algorithms.losses import PolicyBatch
 from rolecall.algorithms.losses.ppo import ppo
 from rolecall.settings import (
@@ -226,6 +226,52 @@ def test_the_corrected_loss_does_not_depend_on_how_the_minibatch_is_cut(
     torch.testing.assert_close(torch.autograd.grad(parts, leaf), torch.autograd.grad(whole, leaf))
 
 
+NORMALIZED = [ImportanceWeight(kind=kind, normalize=True) for kind in ("token", "sequence", "icepop")]
+
+
+def test_normalised_weights_by_hand() -> None:
+    """Of RATIOS: tokens weigh 0.4, 1.5, 1.2, 2, 1, 1, in the mean 7.1 / 6; responses 0.72, 2 and 1, in the mean 1.24;
+    one that is rejected counts in the mean and raises the weight of no other.
+    """
+    by_token, by_response = 7.1 / 6, 3.72 / 3
+    batch, sampled = ragged([[math.log(r) for r in row] for row in RATIOS])
+    out = Rejection(kind="ratio", over="token", low=0.5, high=9.0)
+    for weight, mean, expected in (
+        (NORMALIZED[0], by_token, [0, 1.5, 1.2, 2.0, 1, 1]),
+        (NORMALIZED[1], by_response, [0, 0.72, 0.72, 2.0, 1, 1]),
+    ):
+        total, num = weight_sums(weight, batch, sampled).tolist()
+        assert total / num == pytest.approx(mean)
+        corrected = correct(CorrectionSection(weight=weight, reject=(out,)), batch, sampled, total / num)
+        assert corrected.weights_N.tolist() == pytest.approx([each / mean for each in expected])
+
+
+@given(LENGTHS, st.integers(0, 2**32 - 1), st.sampled_from(NORMALIZED), st.data())
+def test_the_mean_of_normalised_weights_and_their_loss_do_not_depend_on_how_the_step_is_cut(
+    lengths: list[int], seed: int, weight: ImportanceWeight, data: st.DataObject
+) -> None:
+    rng = np.random.default_rng(seed)
+    log_ratios = [rng.normal(0, 0.5, n).tolist() for n in lengths]
+    masks = [(rng.random(n) < 0.7).tolist() for n in lengths]
+    slow = []
+    for row, mask in zip(log_ratios, masks, strict=True):
+        trained = [math.exp(x) for x, flag in zip(row, mask, strict=True) if flag]
+        of_row = [slow_weight(weight, ratio, trained) for ratio in trained]
+        slow += of_row[:1] if weight.kind == "sequence" else of_row
+    order = data.draw(st.permutations(range(len(lengths))))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths)))) | {0, len(lengths)})
+    parts = [ragged([log_ratios[s] for s in order[a:b]], [masks[s] for s in order[a:b]]) for a, b in pairwise(cuts)]
+    total, num = torch.stack([weight_sums(weight, *part) for part in parts]).sum(0).tolist()
+    assert (total, num) == (pytest.approx(sum(slow)), len(slow))
+    if total > 0:
+        section = CorrectionSection(weight=weight)
+        weights = torch.cat([correct(section, *part, total / num).weights_N for part in parts])
+        plain = torch.cat([correct(section, *part).weights_N for part in parts])
+        torch.testing.assert_close(weights, plain * num / total)
+        if weight.kind != "sequence":
+            assert float(weights.sum()) == pytest.approx(num), "a mean of 1 over the trained tokens"
+
+
 def test_an_infinite_cap_is_importance_sampling() -> None:
     """Exact: the expectation over the sampler of the weighted value is the trainer's own expectation, for a token and,
     by product, for two of them.
@@ -311,8 +357,9 @@ def test_bypass_weighs_nothing_twice_and_rejects_by_the_policy_as_it_is() -> Non
 
 
 def test_a_weight_under_bypass_is_refused() -> None:
-    with pytest.raises(ValidationError, match="remove weight, or use proximal: recompute"):
-        CorrectionSection(proximal="bypass", weight=ImportanceWeight())
+    for weight in (ImportanceWeight(), ImportanceWeight(normalize=True)):
+        with pytest.raises(ValidationError, match="remove weight, or use proximal: recompute"):
+            CorrectionSection(proximal="bypass", weight=weight)
     assert CorrectionSection(proximal="bypass", weight=None).weight is None
 
 

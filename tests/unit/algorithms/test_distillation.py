@@ -11,19 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.algorithms.distillation import distil
-from rolecall.algorithms.losses.distillation import TAIL_FLOOR, forward_topk_kl_N
+from rolecall.algorithms.kl import kl_N
+from rolecall.algorithms.losses.distillation import TAIL_FLOOR, forward_topk_kl_N, reverse_kl_N
 from rolecall.wire import Array
 
 
 def slow_distil(
-    task: list[float], sampled: list[float], taught: list[float], mask: list[int], coef: float, task_coef: float
+    task: list[float],
+    sampled: list[float],
+    taught: list[float],
+    mask: list[int],
+    coef: float,
+    task_coef: float,
+    bound: float,
 ) -> list[float]:
     """The oracle: token after token."""
     advantages = []
     for t, trained in enumerate(mask):
         advantages.append(0.0)
         if trained:
-            reverse_kl = sampled[t] - taught[t]
+            reverse_kl = min(max(sampled[t] - taught[t], -bound), bound)
             advantages[t] = task_coef * task[t] - coef * reverse_kl
     return advantages
 
@@ -50,17 +57,33 @@ def test_the_advantage_of_a_hand_worked_row() -> None:
     np.testing.assert_allclose(mixed, [0, 2, 2 - math.log(2), 0], atol=1e-12)
 
 
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.floats(0, 3), st.floats(0, 3), st.integers(0, 2**31))
+BOUNDS = st.none() | st.floats(0.1, 3)
+
+
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    st.floats(0, 3),
+    st.floats(0, 3),
+    BOUNDS,
+    st.integers(0, 2**31),
+)
 def test_the_advantage_agrees_with_a_loop_over_tokens(
-    lengths: list[int], coef: float, task_coef: float, seed: int
+    lengths: list[int], coef: float, task_coef: float, bound: float | None, seed: int
 ) -> None:
     """Rows of any lengths, some wholly masked, some empty."""
     rng = np.random.default_rng(seed)
     task, sampled, taught = ([rng.normal(size=n) for n in lengths] for _ in range(3))
     masks: list[Array] = [rng.integers(0, 2, n).astype(np.uint8) * int(rng.integers(0, 4) > 0) for n in lengths]
-    for row, advantage in enumerate(distil(task, sampled, taught, masks, coef=coef, task_coef=task_coef)):
+    made = distil(task, sampled, taught, masks, coef=coef, task_coef=task_coef, max_log_ratio=bound)
+    for row, advantage in enumerate(made):
         expected = slow_distil(
-            task[row].tolist(), sampled[row].tolist(), taught[row].tolist(), masks[row].tolist(), coef, task_coef
+            task[row].tolist(),
+            sampled[row].tolist(),
+            taught[row].tolist(),
+            masks[row].tolist(),
+            coef,
+            task_coef,
+            math.inf if bound is None else bound,
         )
         assert advantage.dtype == np.float64
         np.testing.assert_allclose(advantage, expected, atol=1e-6)
@@ -88,6 +111,44 @@ def test_the_advantage_is_the_gradient_of_the_reverse_kl_on_average() -> None:
         torch.autograd.grad(divergence, logits),
     )
     torch.testing.assert_close(gained, -paid, rtol=1e-12, atol=1e-12)
+
+
+def slow_reverse_kl(policy: float, teacher: float, bound: float) -> tuple[float, float]:
+    """The oracle: the value of a token, and its derivative by the policy's logprob: the slope, by differences, of
+    (log ratio)^2 / 2 that goes on straight beyond the bound (Huber's loss).
+    """
+
+    def huber(x: float) -> float:
+        return x * x / 2 if abs(x) <= bound else bound * (abs(x) - bound / 2)
+
+    step = 1e-6
+    ratio = policy - teacher
+    return max(-bound, min(ratio, bound)), (huber(ratio + step) - huber(ratio - step)) / (2 * step)
+
+
+@given(st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0)), min_size=1, max_size=6), BOUNDS)
+def test_the_reverse_kl_agrees_with_a_loop_and_keeps_its_gradient_beyond_the_bound(
+    tokens: list[tuple[float, float]], bound: float | None
+) -> None:
+    policy, teacher = (torch.tensor(each, dtype=torch.float64) for each in zip(*tokens, strict=True))
+    losses = reverse_kl_N(policy.requires_grad_(), teacher, bound)
+    (slopes,) = torch.autograd.grad(losses.sum(), policy)
+    for token, (log_p, log_t) in enumerate(tokens):
+        value, slope = slow_reverse_kl(log_p, log_t, math.inf if bound is None else bound)
+        assert float(losses[token].detach()) == pytest.approx(value)
+        assert float(slopes[token]) == pytest.approx(slope, abs=1e-5)
+    if bound is None:
+        estimate = kl_N(policy, teacher, "k1", "k2")
+        torch.testing.assert_close(losses, estimate)
+        torch.testing.assert_close(slopes, *torch.autograd.grad(estimate.sum(), policy))
+
+
+def test_one_token_that_the_teacher_thinks_impossible_pulls_no_harder_than_the_bound() -> None:
+    sampled, taught, mask = np.log([0.9, 0.5]), np.array([math.log(0.9), -40.0]), np.ones(2, np.uint8)
+    (free,) = distil([np.zeros(2)], [sampled], [taught], [mask], coef=1.0, task_coef=0.0)
+    (held,) = distil([np.zeros(2)], [sampled], [taught], [mask], coef=1.0, task_coef=0.0, max_log_ratio=10.0)
+    np.testing.assert_allclose(free, [0, math.log(2) - 40], atol=1e-12)
+    np.testing.assert_allclose(held, [0, -10], atol=1e-12)
 
 
 def test_the_forward_kl_of_hand_worked_tokens() -> None:

@@ -1,5 +1,6 @@
 """Filters and the curriculum: a table by hand, a slow oracle, and what each epoch visits."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,16 @@ def filters(**fields: Any) -> FiltersSection:
 
 
 def reason(
-    section: FiltersSection, rewards: list[float], truncated: list[bool] | None = None, lengths: list[int] | None = None
+    section: FiltersSection,
+    rewards: list[float],
+    truncated: list[bool] | None = None,
+    lengths: list[int] | None = None,
+    **components: list[float],
 ) -> str | None:
     values = np.array(rewards, np.float32)
+    parts = {name: np.array(each, np.float32) for name, each in components.items()}
     cut, tokens = np.array(truncated or [False] * len(rewards)), np.array(lengths or [5] * len(rewards))
-    return reason_to_drop(section, values, cut, tokens, has_signal=bool(np.ptp(values) > 0), solved_at=1.0)
+    return reason_to_drop(section, values, parts, cut, tokens, has_signal=bool(np.ptp(values) > 0), solved_at=1.0)
 
 
 @pytest.mark.parametrize(
@@ -54,10 +60,40 @@ def test_a_group_is_dropped_for_the_first_reason_that_applies(
     assert reason(filters(**fields), rewards, truncated, lengths) == expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "rewards", "right", "expected"),
+    [
+        ({"without_signal": True}, [1.1, 1.2], [1, 1], "without_signal"),
+        ({"without_signal": True}, [1, 1], [0, 1], None),
+        ({"min_success_rate": 0.5}, [0.9, 0.9], [1, 0], None),
+        ({"max_success_rate": 0.5}, [2, 2], [0, 0], None),
+        ({"max_success_rate": 0.5}, [0, 0, 0], [1, 1, 0], "too_easy"),
+        # responses that it does not apply to are left out, and a group of nothing else goes by its whole reward
+        ({"without_signal": True}, [0, 1, 1], [math.nan, 1, 1], "without_signal"),
+        ({"min_success_rate": 0.5}, [0, 0, 0], [math.nan, 1, 0], None),
+        ({"without_signal": True}, [1, 1], [math.nan, math.nan], "without_signal"),
+        ({"without_signal": True}, [0, 1], [math.nan, math.nan], None),
+    ],
+)
+def test_a_filter_reads_the_component_that_it_is_given(
+    fields: dict[str, Any], rewards: list[float], right: list[float], expected: str | None
+) -> None:
+    others = [0.0] * len(rewards)
+    assert reason(filters(component="right", **fields), rewards, right=right, other=others) == expected
+    whole = {**fields, "all_truncated": True}
+    assert reason(filters(**whole), rewards, right=right) == reason(filters(**whole), rewards), "else none is read"
+
+
+def test_a_component_that_no_filter_reads_is_refused() -> None:
+    with pytest.raises(ValidationError, match="component: no filter reads it; set without_signal"):
+        filters(component="right", all_truncated=True, max_mean_tokens=5)
+
+
 @given(
     group=st.lists(
         st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.booleans(), st.integers(1, 20)), min_size=1, max_size=6
     ),
+    values=st.none() | st.lists(st.sampled_from([0.0, 1.0, math.nan]), min_size=6, max_size=6),
     without_signal=st.booleans(),
     rates=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     all_truncated=st.booleans(),
@@ -65,6 +101,7 @@ def test_a_group_is_dropped_for_the_first_reason_that_applies(
 )
 def test_filters_agree_with_loops(
     group: list[tuple[float, bool, int]],
+    values: list[float] | None,
     without_signal: bool,
     rates: tuple[float, float],
     all_truncated: bool,
@@ -78,25 +115,31 @@ def test_filters_agree_with_loops(
         all_truncated=all_truncated,
         max_mean_tokens=max_mean_tokens,
     )
+    rewards, truncated, lengths = (list(column) for column in zip(*group, strict=True))
+    judged, components = rewards, dict[str, list[float]]()
+    if values is not None and (without_signal or low > 0 or high < 1):
+        section = section.model_copy(update={"component": "right"})
+        components = {"right": values[: len(group)], "other": rewards}
+        judged = [value for value in components["right"] if not math.isnan(value)] or rewards
     num_right, num_cut, num_tokens, differs = 0, 0, 0, False
-    for reward, cut, length in group:
-        num_right += reward >= 1
+    for _, cut, length in group:
         num_cut += cut
         num_tokens += length
-        differs = differs or reward != group[0][0]
+    for value in judged:
+        num_right += value >= 1
+        differs = differs or value != judged[0]
     expected = None
     if without_signal and not differs:
         expected = "without_signal"
-    elif num_right / len(group) < low:
+    elif num_right / len(judged) < low:
         expected = "too_hard"
-    elif num_right / len(group) > high:
+    elif num_right / len(judged) > high:
         expected = "too_easy"
     elif all_truncated and num_cut == len(group):
         expected = "all_truncated"
     elif max_mean_tokens is not None and num_tokens > max_mean_tokens * len(group):
         expected = "too_long"
-    rewards, truncated, lengths = (list(column) for column in zip(*group, strict=True))
-    assert reason(section, rewards, truncated, lengths) == expected
+    assert reason(section, rewards, truncated, lengths, **components) == expected
 
 
 def test_a_band_that_no_group_can_meet_is_refused() -> None:

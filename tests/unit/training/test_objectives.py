@@ -137,6 +137,24 @@ def test_a_teachers_reverse_kl_has_the_gradient_of_the_kl() -> None:
     assert metrics.values()["actor/teacher_kl"] == pytest.approx(-0.25)
 
 
+def test_a_token_far_from_the_teacher_is_held_and_still_pulls() -> None:
+    algorithm = AlgorithmSection(
+        groups_per_batch=1, distillation=DistillationSection(teacher="wise", placement="loss", max_log_ratio=2.0)
+    )
+    columns: dict[str, list[float]] = {
+        "advantages": [0, 0, 0],
+        "rollout_logprobs": [0, -1, -2],
+        "teacher/logprobs": [0, -1.5, -32.0],
+    }
+    logprobs = torch.tensor([0.0, -1.0, -2.0], requires_grad=True)
+    loss, metrics = PolicyObjective(algorithm, Counts(2, 1), Coefficients(), 1)(
+        microbatch(**columns), TokenOutputs(logprobs, torch.zeros(3))
+    )
+    (given,) = torch.autograd.grad(loss, logprobs)
+    assert given.tolist() == pytest.approx([0.0, 0.5 / 2, 2.0 / 2])
+    assert metrics.values()["actor/teacher_kl"] == pytest.approx((0.5 + 2.0) / 2)
+
+
 def test_what_is_rejected_is_counted_by_token_and_by_response() -> None:
     correction = CorrectionSection(reject=(Rejection(kind="ratio", over="token", low=0.5, high=2.0),))
     objective = PolicyObjective(
