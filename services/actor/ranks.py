@@ -24,6 +24,11 @@ from rolecall.wire import Array, decode_tensor, encode_tensor
 from services.actor import config
 from services.actor.steps import PolicySteps
 
+_FIRST_PROBE_TOKENS = 487
+"""Tokens of the pass by which layers are compiled at the start. Graphs are the same for all lengths, unless the first
+is a size of the model, too, which torch then takes for that: a prime is none.
+"""
+
 
 def build(settings: RunSettings, connection: Connection, hooks: ProcessHooks = UNWATCHED) -> "ActorRanks":
     """Starts the actor on this rank, its model loaded; a collective. ConfigError, of a plug-in before the start."""
@@ -48,12 +53,18 @@ class ActorRanks(TrainerRanks):
     """A WeightPublishingTrainer over the ranks of a group."""
 
     def __init__(self, settings: RunSettings, context: StoreRankContext, steps: PolicySteps) -> None:
-        """A collective: the manifest is made by gathering every parameter once."""
+        """A collective: the manifest is made by gathering every parameter once, and layers that are compiled pass once
+        over a probe.
+        """
         super().__init__(context, steps)
         self._settings = settings
         lora = settings.actor.lora
         adapter = weights_pb2.LoraAdapter(rank=lora.rank, alpha=lora.alpha) if lora is not None else None
         weights = settings.weights
+        if settings.actor.torch_compile:
+            # Compiled in the first publish, rollouts would wait for it within the deadline of a step of a transfer.
+            probe = np.zeros(_FIRST_PROBE_TOKENS, "<i4").tobytes()
+            self._begin_publish(command_pb2.PublishCommand(probe_token_ids=probe))
         self._manifest = build_manifest(
             context.engine.named_weights(), weights.bucket_bytes, adapter, deltas=weights.deltas
         )

@@ -25,6 +25,7 @@ def config(tmp_path: Path) -> Path:
         ("policy_loss={kind: clip_cov, cov_low: 5, cov_high: 1}", "no token would be drawn; move one"),
         ("policy_loss={clip_eps_high: 0.3}", r"policy_loss: kind is missing; add it"),
         ("curriculum={revisit_epochs: 3}", r"no prompt is visited less often; set min_success_rate"),
+        ("num_minibatches=1000", r"algorithm\.num_minibatches 1000 exceeds the batch's \d+ trajectories; lower it"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(config: Path, algorithm: str, complaint: str) -> None:

@@ -14,7 +14,8 @@ def check_batches(settings: "RunSettings") -> None:
     rows = settings.algorithm.groups_per_batch * settings.sampling.num_responses
     if rows < settings.algorithm.num_minibatches:
         raise ValueError(
-            f"algorithm.num_minibatches {settings.algorithm.num_minibatches} exceeds the batch's {rows} trajectories"
+            f"algorithm.num_minibatches {settings.algorithm.num_minibatches} exceeds the batch's {rows} trajectories; "
+            "lower it"
         )
     if (
         settings.critic is not None

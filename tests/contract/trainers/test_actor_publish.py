@@ -1,6 +1,7 @@
 """What ActorService promises of the weights that it publishes, over a real connection, store and model."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,33 @@ async def test_published_weights_are_those_of_the_step_with_their_probe(
         decode_tensor(published.probe.logprobs, "probe"), true_logprobs(model, PROBE, 1.0), atol=1e-4
     )
     assert not published.probe.HasField("again")
+
+
+async def test_a_publish_compiles_nothing(
+    store: StoreUnderTest, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rollouts wait for the manifest within a deadline that knows the probe's arithmetic alone."""
+    compiled: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        compiled.append(graph)
+        return graph.forward  # no kernels, which take minutes
+
+    monkeypatch.setattr("torch.compile", partial(torch.compile, backend=backend))
+    settings = make_run(actor={"torch_compile": True})
+    settings = settings.model_copy(update={"model": settings.model.model_copy(update={"dtype": "bfloat16"})})
+    ctl = store.ledger.ctl
+    async with served_actor(settings, store) as (_, actor):
+        num_at_start = len(compiled)
+        opened = await actor.OpenWeightChannel(
+            weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=2, timeout_s=10), timeout=10
+        )
+        published, _ = await asyncio.gather(
+            actor.PublishWeights(publish_request(ctl, step=0, version=5), timeout=30),
+            asyncio.to_thread(receive, opened, 1),
+        )
+    assert published.probe.HasField("again")
+    assert len(compiled) == num_at_start > 0
 
 
 async def test_the_last_version_goes_out_again_over_another_epoch_while_the_weights_are_the_same(
