@@ -106,16 +106,11 @@ def _cut_widths(text: dict[str, Any]) -> dict[str, int]:
 
 
 def _check_experts(parallel: LayoutSection, megatron: MegatronSection, num_ranks: int, where: str) -> None:
-    shared, of_a_stage = parallel.sequence * parallel.tensor, num_ranks // parallel.pipeline
+    of_a_stage = num_ranks // parallel.pipeline
     if parallel.tensor > 1 and not megatron.sequence_parallel:
         raise ConfigError(
             f"actor.megatron.sequence_parallel is off: Megatron's experts ({where}) need it where parallel.tensor cuts "
             "matrices; leave it on"
-        )
-    if parallel.pipeline > 1 and parallel.expert != shared:
-        raise ConfigError(
-            f"parallel.expert is {parallel.expert}; with parallel.pipeline the experts of {where} are spread over the "
-            f"ranks of one stage: set it to sequence x tensor = {shared}"
         )
     if of_a_stage % parallel.expert:
         raise ConfigError(

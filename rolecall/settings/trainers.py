@@ -154,6 +154,16 @@ class LayoutSection(Section):
         """Ranks that compute the same rows together."""
         return self.sequence * self.tensor * self.pipeline
 
+    def slot_of(self, rank: int, num_ranks: int) -> int:
+        """Index of the slot of `rank`, one of `num_ranks`: in each stage as many neighbours as share its matrices and
+        sequences.
+        """
+        return rank % (num_ranks // self.pipeline) // (self.sequence * self.tensor)
+
+    def leads_slot(self, rank: int, num_ranks: int) -> bool:
+        """Whether `rank` is the first of its slot, of its first stage therefore."""
+        return rank < num_ranks // self.pipeline and rank % (self.sequence * self.tensor) == 0
+
 
 class ParallelSection(LayoutSection):
     """The layout of the actor's ranks, and how gradients are summed, by the actor and by the critic."""
