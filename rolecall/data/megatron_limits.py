@@ -78,10 +78,10 @@ def _keeps_lengths(text: dict[str, Any], rope: dict[str, Any]) -> bool:
 
 def _check_layers(text: dict[str, Any], parallel: LayoutSection, megatron: MegatronSection, where: str) -> None:
     num_layers, stages = text.get("num_hidden_layers", 0), parallel.pipeline * megatron.virtual_stages
-    if num_layers % stages:
+    if num_layers < stages:
         raise ConfigError(
-            f"{where} has {num_layers} layers, which parallel.pipeline x megatron.virtual_stages = {stages} does not "
-            "divide; choose a divisor"
+            f"{where} has {num_layers} layers, fewer than parallel.pipeline x megatron.virtual_stages = {stages}; "
+            "lower one of them"
         )
     for name, width in _cut_widths(text).items():
         if width % parallel.tensor:

@@ -1,0 +1,1 @@
+"""What layouts of actor.backend megatron make of a model on disk. No torch."""
