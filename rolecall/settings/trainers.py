@@ -142,11 +142,12 @@ class LayoutSection(Section):
 
     pipeline: PositiveInt = 1
     """Stages that a model's layers are cut into, each on ranks of its own, which microbatches pass through one after
-    another; `megatron` only. Must divide the layers.
+    another; `megatron` only. Where they do not divide the layers, those at the ends have fewer; `rolecall check` says
+    which split was derived.
     """
     expert: PositiveInt = 1
-    """Ranks that a layer's experts are spread over, which exchange tokens; `megatron` only. Must divide the experts,
-    and the ranks of a stage; with `pipeline` it is `sequence` x `tensor`.
+    """Ranks of a stage that a layer's experts are spread over, which exchange tokens; `megatron` only. Must divide the
+    experts, and the ranks of a stage, which are num_ranks / `pipeline`: whether they share rows or not.
     """
 
     @property
@@ -266,8 +267,8 @@ class MegatronSection(Section):
     kept and computed once. A mixture of experts needs it.
     """
     virtual_stages: PositiveInt = 1
-    """Stages of every rank of a pipeline, which shortens its idle ends. The layers must be a multiple of `pipeline`
-    times it, and a trainer's microbatches are computed in rounds of `pipeline`.
+    """Stages of every rank of a pipeline, which shortens its idle ends. Each has a layer at least, and a trainer's
+    microbatches are computed in rounds of `pipeline`.
     """
     recompute: Literal["layers", "attention"] = "layers"
     """What gradient_checkpointing computes again in backward: whole layers, or their attention alone."""
