@@ -10,7 +10,7 @@ import pytest
 from rolecall.data.megatron.stages import RankParameters, rank_parameters, split_layers
 from rolecall.settings import ActorSection, LayoutSection, MegatronSection
 
-MIXTURE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+MIXTURE: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
 
 
 def write_sizes(

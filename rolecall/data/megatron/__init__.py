@@ -1,1 +1,1 @@
-"""What layouts of actor.backend megatron make of a model on disk. No torch."""
+"""Layouts of actor.backend megatron and the models on disk that they cut. No torch."""

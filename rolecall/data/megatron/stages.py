@@ -23,9 +23,9 @@ class RankParameters:
     """Parameters on the rank that computes with most of them."""
 
     held: float
-    """Those that it computes with."""
+    """Parameters that it computes with."""
     optimized: float
-    """Those that it keeps moments of, and beneath half precision float32 values."""
+    """Parameters that it keeps moments of, and beneath half precision float32 values."""
 
     def trained_bytes(self, size: int) -> float:
         """Bytes of all that the trainer of a model of `size` bytes a parameter keeps there, float32 gradients too."""
@@ -37,12 +37,12 @@ class _Sizes:
     """Numbers of parameters in a model's files."""
 
     layers: Counter[int]
-    """Of each layer, without its experts."""
+    """Each layer's, without its experts."""
     experts: Counter[int]
-    """Of all experts of each layer."""
+    """All experts' together, of each layer."""
     embedding: int
     end: int
-    """Of what comes after the layers."""
+    """The last norm's, and the head's."""
 
 
 def split_layers(
