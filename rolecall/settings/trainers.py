@@ -142,8 +142,8 @@ class LayoutSection(Section):
 
     pipeline: PositiveInt = 1
     """Stages that a model's layers are cut into, each on ranks of its own, which microbatches pass through one after
-    another; `megatron` only. Where they do not divide the layers, those at the ends have fewer; `rolecall check` says
-    which split was derived.
+    another; `megatron` only. Where they do not divide the layers, none has more than an even share, rounded up, and the
+    last, which has the head, has the fewest; `rolecall check` says the split.
     """
     expert: PositiveInt = 1
     """Ranks of a stage that a layer's experts are spread over, which exchange tokens; `megatron` only. Must divide the

@@ -44,8 +44,9 @@ class MegatronLayout:
                 "change num_ranks or parallel"
             )
         self.data_rank = parallel.slot_of(self.rank, self.world_size)
+        """Index of the slot that this rank belongs to."""
         self.data_size = self.world_size // self.slot_size
-        """The index of the slot that this rank belongs to, and the number of slots."""
+        """Number of slots."""
         self.is_slot_leader = parallel.leads_slot(self.rank, self.world_size)
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
