@@ -91,9 +91,8 @@ class Case:
 
 EVERY_DAY = [
     Case(2, "tied", {"tensor": 2}),
-    Case(2, "untied", {"pipeline": 2}),
-    Case(2, "moe", {"tensor": 2, "expert": 2}),
     Case(2, "three", {"pipeline": 2}),
+    Case(2, "moe", {"tensor": 2, "expert": 2}),
     Case(2, "tied", objective="value"),
     Case(2, "moe", {"pipeline": 2}, routers="replayed_with_losses"),
 ]
@@ -125,6 +124,7 @@ MATRIX = [
     Case(2, "qwen2", {"pipeline": 2}),
     Case(2, "tied", {"tensor": 2}, {"sequence_parallel": False}),
     Case(2, "tied", {"pipeline": 2}),
+    Case(2, "untied", {"pipeline": 2}),
     Case(2, "untied", {"sequence": 2}),
     Case(2, "untied", {}, {"overlap_grad_reduce": True}),
     Case(2, "deep", {"pipeline": 2}, {"virtual_stages": 2}),
