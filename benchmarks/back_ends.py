@@ -69,15 +69,15 @@ def measured(folder: str, rank: int, backend: TrainingBackend, parallel: Mapping
     rng = np.random.default_rng(0)
     rows = [make_row(rng, int(n), 256) for n in rng.integers(8 if quick else 64, 16 if quick else 256, 16)]
     lengths = [len(row["token_ids"]) for row in rows]
-    slot = ParallelSection(**parallel).slot_size
+    group = CommandGroup.of_default(parallel=ParallelSection(**parallel))
     plan = plan_batch(
         lengths,
         num_minibatches=1,
         token_budget=32 if quick else 512,
-        world_size=NUM_RANKS // slot,
+        world_size=group.num_slots,
         cost=engine.flops.forward,
         seed=0,
-    )[rank // slot]
+    )[group.slot]
     packed = [
         pack([rows[i] for i in members], ["loss_mask"], temperature=1.0, device=device) for members in plan.microbatches
     ]
@@ -89,7 +89,6 @@ def measured(folder: str, rank: int, backend: TrainingBackend, parallel: Mapping
         held = {kind: sum(map(_num_bytes, tensors.values())) for kind, tensors in accounts.holdings().items()}
         engine.step()
         seconds.append(time.perf_counter() - started)
-        group = CommandGroup.of_default(slot_size=slot)
         losses.append(float(group.sum_over_slots(np.array([metrics.values().get("sft/loss", 0.0)]))[0]))
     found = {
         "tokens_per_s": sum(lengths) / median(seconds[1:]),

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rolecall.data.megatron.stages import split_layers
 from rolecall.data.model_files import num_experts, text_config
 from rolecall.errors import ConfigError
 from rolecall.settings import LayoutSection, MegatronSection
@@ -36,7 +37,8 @@ def check_megatron(
     """
     text, where = text_config(path, setting), f"{setting} {path}"
     _check_model(text, where)
-    _check_layers(text, parallel, megatron, where)
+    split_layers(path, parallel, megatron, setting)
+    _check_widths(text, parallel, where)
     if num_experts(text):
         _check_experts(parallel, megatron, num_ranks, where)
 
@@ -76,13 +78,7 @@ def _keeps_lengths(text: dict[str, Any], rope: dict[str, Any]) -> bool:
     return text.get("model_type") == "deepseek_v2" and is_yarn and None not in scales and scales[0] == scales[1]
 
 
-def _check_layers(text: dict[str, Any], parallel: LayoutSection, megatron: MegatronSection, where: str) -> None:
-    num_layers, stages = text.get("num_hidden_layers", 0), parallel.pipeline * megatron.virtual_stages
-    if num_layers % stages:
-        raise ConfigError(
-            f"{where} has {num_layers} layers, which parallel.pipeline x megatron.virtual_stages = {stages} does not "
-            "divide; choose a divisor"
-        )
+def _check_widths(text: dict[str, Any], parallel: LayoutSection, where: str) -> None:
     for name, width in _cut_widths(text).items():
         if width % parallel.tensor:
             raise ConfigError(
@@ -106,16 +102,11 @@ def _cut_widths(text: dict[str, Any]) -> dict[str, int]:
 
 
 def _check_experts(parallel: LayoutSection, megatron: MegatronSection, num_ranks: int, where: str) -> None:
-    shared, of_a_stage = parallel.sequence * parallel.tensor, num_ranks // parallel.pipeline
+    of_a_stage = num_ranks // parallel.pipeline
     if parallel.tensor > 1 and not megatron.sequence_parallel:
         raise ConfigError(
             f"actor.megatron.sequence_parallel is off: Megatron's experts ({where}) need it where parallel.tensor cuts "
             "matrices; leave it on"
-        )
-    if parallel.pipeline > 1 and parallel.expert != shared:
-        raise ConfigError(
-            f"parallel.expert is {parallel.expert}; with parallel.pipeline the experts of {where} are spread over the "
-            f"ranks of one stage: set it to sequence x tensor = {shared}"
         )
     if of_a_stage % parallel.expert:
         raise ConfigError(

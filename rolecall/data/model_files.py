@@ -33,7 +33,7 @@ EXPERTS = ".experts."
 """Part of the name of every tensor of a mixture's experts, which get no adapters."""
 TOWER = re.compile(r"(model\.)?visual\.")
 """Beginning of the names of a vision tower's tensors, which get no adapters."""
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 """Ends of the names under which checkpoints keep their input embeddings."""
 
 
@@ -126,7 +126,7 @@ def vocab_size(path: Path, setting: str = "model.path") -> int:
     """
     config = _text(_json(path / "config.json", setting))
     shapes = model_shapes(path, setting) if any(path.glob("*.safetensors")) else {}
-    sizes = [shape[0] for name, shape in shapes.items() if name.endswith(_EMBEDDINGS) and len(shape) == 2]
+    sizes = [shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDINGS) and len(shape) == 2]
     return min([*sizes, *([int(config["vocab_size"])] if "vocab_size" in config else [])], default=0)
 
 
@@ -224,15 +224,11 @@ def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.pa
                 f"{setting} {path}: parallel.tensor {tensor} does not divide the model's {name} {count}; choose a "
                 "divisor, or 1"
             )
-    for field, parts, what, count in (
-        ("pipeline", parallel.pipeline, "layers", text.get("num_hidden_layers", 0)),
-        ("expert", parallel.expert, "experts of a layer", num_experts(text)),
-    ):
-        if parts > 1 and (not count or count % parts):
-            raise ConfigError(
-                f"{setting} {path}: parallel.{field} {parts} does not divide the model's {count} {what}; choose a "
-                "divisor, or 1"
-            )
+    if parallel.expert > 1 and (num_experts(text) == 0 or num_experts(text) % parallel.expert):
+        raise ConfigError(
+            f"{setting} {path}: parallel.expert {parallel.expert} does not divide the model's {num_experts(text)} "
+            "experts of a layer; choose a divisor, or 1"
+        )
     if "num_attention_heads" not in counts:
         return
     heads = counts["num_attention_heads"] // tensor

@@ -9,11 +9,13 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from rolecall.data.megatron.stages import rank_parameters
 from rolecall.data.model_files import ModelFacts
 from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_parameters
 from rolecall.errors import ConfigError
-from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
+from rolecall.settings import OptimizerSection, ReferenceSection, RunSettings, TrainerSection
 
 NVIDIA_SMI_TIMEOUT_S = 10.0
 CONTEXT_BYTES = 3 * 2**28
@@ -105,20 +107,32 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
     def bytes_of(counts: ParameterCounts, per_trained: int) -> float:
         return counts.frozen * size + counts.trained * per_trained
 
+    def state_of(
+        section: TrainerSection, counts: ParameterCounts, optimizer: OptimizerSection, setting: str, path: Path | None
+    ) -> tuple[float, float]:
+        """Bytes on each rank of a trainer's parameters, and of all its state; Megatron's has all of it in a step."""
+        if actor.backend == "megatron":
+            most = rank_parameters(path or settings.model.path, section, actor.megatron, setting)
+            return most.held * size, most.trained_bytes(size)
+        shards, per_trained = section.num_shards, _MASTER + moments(optimizer)
+        return bytes_of(counts, _MASTER) / shards, bytes_of(counts, per_trained) / shards
+
+    def resident_of(name: str, section: ReferenceSection) -> float:
+        if actor.backend == "megatron":
+            path = section.path or settings.model.path
+            return rank_parameters(path, section, actor.megatron, f"references.{name}.path").held * size
+        return reference_parameters(settings, name, facts).frozen * size / section.num_shards
+
     acting = actor_parameters(settings, facts)
-    parameters = _per_rank(actor, bytes_of(acting, _MASTER))
-    trained = _per_rank(actor, bytes_of(acting, _MASTER + moments(actor.optimizer)))
+    parameters, trained = state_of(actor, acting, actor.optimizer, "model.path", None)
     num_processes = 1 + len(references)
     if critic is not None and shared & set(critic.devices) and (own := settings.critic_optimizer):
-        trained += _per_rank(critic, bytes_of(critic_parameters(settings, facts), _MASTER + moments(own)))
+        trained += state_of(critic, critic_parameters(settings, facts), own, "critic.path", critic.path)[1]
         num_processes += 1
     packed = 2 * facts.largest_layer * size if actor.lora is None else 0
     return ShiftPlan(
         resident=num_processes * CONTEXT_BYTES
-        + sum(
-            _per_rank(section, reference_parameters(settings, name, facts).frozen * size)
-            for name, section in references.items()
-        ),
+        + sum(resident_of(name, section) for name, section in references.items()),
         parameters=parameters,
         trained=trained,
         passing=SLOT_BYTES + 2 * BUCKETS * settings.weights.bucket_bytes + packed + received_bytes(settings, facts),
@@ -167,7 +181,3 @@ def gpu_memory_bytes() -> Mapping[int, int]:
         }
     except (OSError, ValueError, subprocess.SubprocessError):
         return {}
-
-
-def _per_rank(section: TrainerSection, num_bytes: float) -> float:
-    return num_bytes / section.num_shards

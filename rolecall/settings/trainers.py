@@ -142,17 +142,28 @@ class LayoutSection(Section):
 
     pipeline: PositiveInt = 1
     """Stages that a model's layers are cut into, each on ranks of its own, which microbatches pass through one after
-    another; `megatron` only. Must divide the layers.
+    another; `megatron` only. Where they do not divide the layers, none has more than an even share, rounded up, and the
+    last, which has the head, has the fewest; `rolecall check` says the split.
     """
     expert: PositiveInt = 1
-    """Ranks that a layer's experts are spread over, which exchange tokens; `megatron` only. Must divide the experts,
-    and the ranks of a stage; with `pipeline` it is `sequence` x `tensor`.
+    """Ranks of a stage that a layer's experts are spread over, which exchange tokens; `megatron` only. Must divide the
+    experts, and the ranks of a stage, which are num_ranks / `pipeline`: whether they share rows or not.
     """
 
     @property
     def slot_size(self) -> int:
         """Ranks that compute the same rows together."""
         return self.sequence * self.tensor * self.pipeline
+
+    def slot_of(self, rank: int, num_ranks: int) -> int:
+        """Index of the slot of `rank`, one of `num_ranks`: in each stage as many neighbours as share its matrices and
+        sequences.
+        """
+        return rank % (num_ranks // self.pipeline) // (self.sequence * self.tensor)
+
+    def leads_slot(self, rank: int, num_ranks: int) -> bool:
+        """Whether `rank` is the first of its slot, of its first stage therefore."""
+        return rank < num_ranks // self.pipeline and rank % (self.sequence * self.tensor) == 0
 
 
 class ParallelSection(LayoutSection):
@@ -256,8 +267,8 @@ class MegatronSection(Section):
     kept and computed once. A mixture of experts needs it.
     """
     virtual_stages: PositiveInt = 1
-    """Stages of every rank of a pipeline, which shortens its idle ends. The layers must be a multiple of `pipeline`
-    times it, and a trainer's microbatches are computed in rounds of `pipeline`.
+    """Stages of every rank of a pipeline, which shortens its idle ends. Each has a layer at least, and a trainer's
+    microbatches are computed in rounds of `pipeline`.
     """
     recompute: Literal["layers", "attention"] = "layers"
     """What gradient_checkpointing computes again in backward: whole layers, or their attention alone."""

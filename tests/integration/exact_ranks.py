@@ -242,9 +242,7 @@ class Rank:
                 packed, entropy=True, wanted=Wanted(top_k=job.top_k, squares=True) if job.top_k else None
             )
             if job.moe is not None:
-                load = router_load(
-                    CommandGroup.of_default(slot_size=engine.layout.world_size // layout.data_size), seen
-                )
+                load = router_load(CommandGroup.of_default(parallel=ParallelSection(**job.parallel)), seen)
                 loss = RouterLosses(loss, MoeSection(**job.moe), load, job.objective)
             if not step:  # with the weights that every layout starts from
                 for indices, microbatch, output in zip(plan.microbatches, packed, seen, strict=True):
@@ -255,7 +253,7 @@ class Rank:
                 loss = replace(loss, mean_weight=mean)
             covariance = policy_algorithm(job).policy_loss
             if isinstance(covariance, CovarianceLoss):
-                packed = _with_selected(engine, packed, covariance, plan.microbatches)
+                packed = _with_selected(job, engine, packed, covariance, plan.microbatches)
             counted = Counted(loss)
             metrics = engine.forward_backward(packed, counted, entropy=True)
             assert counted.num_calls == sum(bool(each.lengths) for each in packed), "a rank does not see its outputs"
@@ -368,6 +366,7 @@ def _packed(
 
 
 def _with_selected(
+    job: Job,
     engine: Engine,
     packed: list[Microbatch],
     loss: CovarianceLoss,
@@ -380,8 +379,7 @@ def _with_selected(
         for rows, each in zip(microbatches, packed, strict=True)
     ]
     minibatch.add_column(KEYS, [torch.from_numpy(np.concatenate(each)) for each in keys if each])
-    group = CommandGroup.of_default(slot_size=engine.layout.world_size // engine.layout.data_size)
-    select(group, minibatch, loss, engine.forward(packed))
+    select(CommandGroup.of_default(parallel=ParallelSection(**job.parallel)), minibatch, loss, engine.forward(packed))
     return minibatch.microbatches
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rolecall.errors import ConfigError
-from rolecall.settings import LoraSection, OptimizerSection, ParallelSection
+from rolecall.settings import LayoutSection, LoraSection, OptimizerSection, ParallelSection
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.model.box import Box
 from rolecall.training.objective.objectives import SftObjective
@@ -98,7 +98,7 @@ def _refused(model: Path, parallel: dict[str, Any]) -> str:
 
 
 def _sum_over_slots() -> list[float]:
-    group = CommandGroup.of_default(slot_size=2)
+    group = CommandGroup.of_default(parallel=LayoutSection(tensor=2))
     return [float(group.slot), *group.sum_over_slots(np.array([1.0, group.slot])).tolist()]
 
 

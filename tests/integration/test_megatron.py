@@ -32,7 +32,8 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("one_rank")]
 VOCAB = 152
 NUM_STEPS = 3
 JOBS_OF_RANKS = 20
-MIXTURES = ("moe", "latent")
+FSDP: tuple[int, None] = (1, None)
+"""One rank of the other back end."""
 NUM_ALIKE, NUM_ROUTED_ALIKE = 9, 5
 ATOL = 2e-4
 """Of weights after the steps: AdamW divides by the root of tiny second moments, so that last bits of a gradient may
@@ -43,13 +44,19 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "tied": lambda path: write_qwen3(path, tied=True, vocab=VOCAB),
     "deep": lambda path: write_qwen3(path, tied=True, vocab=VOCAB, num_layers=4),
     "untied": lambda path: write_qwen3(path, vocab=VOCAB),
+    "three": lambda path: write_qwen3(path, vocab=VOCAB, num_layers=3),
+    "five": lambda path: write_qwen3(path, tied=True, vocab=VOCAB, num_layers=5),
     "wide": lambda path: write_qwen3(path, tied=True, vocab=VOCAB, kv_heads=4),
     "moe": lambda path: write_qwen3_moe(path, vocab=VOCAB),
     "deep_moe": lambda path: write_qwen3_moe(path, vocab=VOCAB, num_layers=4),
+    "three_moe": lambda path: write_qwen3_moe(path, vocab=VOCAB, num_layers=3),
+    "five_moe": lambda path: write_qwen3_moe(path, vocab=VOCAB, num_layers=5),
     "latent": write_deepseek_v2,
     "llama": write_llama,
     "qwen2": write_qwen2,
 }
+NUM_LAYERS = {"three_moe": 3, "deep_moe": 4, "latent": 4, "five_moe": 5}
+"""Of mixtures with others than two."""
 
 
 LOSSES = {"balance_coef": 0.3, "z_coef": 0.01}
@@ -84,7 +91,7 @@ class Case:
 
 EVERY_DAY = [
     Case(2, "tied", {"tensor": 2}),
-    Case(2, "untied", {"pipeline": 2}),
+    Case(2, "three", {"pipeline": 2}),
     Case(2, "moe", {"tensor": 2, "expert": 2}),
     Case(2, "tied", objective="value"),
     Case(2, "moe", {"pipeline": 2}, routers="replayed_with_losses"),
@@ -100,6 +107,13 @@ MATRIX = [
     *(Case(2, "moe", parallel, routers="replayed") for parallel in ({}, {"tensor": 2}, {"expert": 2}, {"sequence": 2})),
     Case(4, "moe", {"tensor": 2, "pipeline": 2, "expert": 2}, routers="replayed_with_losses"),
     Case(4, "moe", {"pipeline": 2, "sequence": 2, "expert": 2}, routers="replayed_with_losses"),
+    Case(4, "moe", {"pipeline": 2, "expert": 2}, routers="replayed_with_losses"),
+    Case(4, "deep_moe", {"pipeline": 2, "expert": 2}, {"virtual_stages": 2}, routers="replayed_with_losses"),
+    Case(4, "moe", {"pipeline": 2, "tensor": 2}, {}, {"gradient_checkpointing": True}, routers="replayed_with_losses"),
+    Case(2, "five_moe", {"pipeline": 2}, {"virtual_stages": 2}, routers="replayed_with_losses"),
+    Case(4, "three_moe", {"pipeline": 2, "expert": 2}, routers="replayed_with_losses"),
+    Case(4, "five_moe", {"pipeline": 4}, routers="told"),
+    Case(3, "latent", {"pipeline": 3}, routers="replayed"),
     Case(4, "moe", {"sequence": 2, "expert": 4}, routers="losses"),
     *(Case(2, "latent", parallel) for parallel in ({}, {"pipeline": 2}, {"sequence": 2}, {"expert": 2})),
     Case(2, "latent", {"tensor": 2, "expert": 2}, routers="replayed"),
@@ -110,9 +124,15 @@ MATRIX = [
     Case(2, "qwen2", {"pipeline": 2}),
     Case(2, "tied", {"tensor": 2}, {"sequence_parallel": False}),
     Case(2, "tied", {"pipeline": 2}),
+    Case(2, "untied", {"pipeline": 2}),
     Case(2, "untied", {"sequence": 2}),
     Case(2, "untied", {}, {"overlap_grad_reduce": True}),
     Case(2, "deep", {"pipeline": 2}, {"virtual_stages": 2}),
+    Case(2, "five", {"pipeline": 2}, {"virtual_stages": 2}),
+    Case(4, "five", {"pipeline": 4}),
+    Case(4, "five", {"pipeline": 2}, {"virtual_stages": 2}),
+    Case(4, "three", {"pipeline": 2, "tensor": 2}, {}, {"gradient_checkpointing": True}),
+    Case(4, "three", {"pipeline": 2}, objective="value"),
     Case(2, "untied", {"tensor": 2}, {}, {"gradient_checkpointing": True}),
     Case(2, "untied", {"pipeline": 2}, {"recompute": "attention"}, {"gradient_checkpointing": True}),
     Case(2, "tied", {"tensor": 2}, objective="value"),
@@ -132,6 +152,11 @@ MATRIX = [
     Case(4, "moe", {"tensor": 2, "expert": 2}),
     Case(4, "moe", {"tensor": 2, "expert": 4}),
     Case(4, "moe", {"tensor": 2, "pipeline": 2, "expert": 2}),
+    Case(4, "moe", {"pipeline": 2}),
+    Case(4, "moe", {"pipeline": 2, "expert": 2}),
+    Case(4, "moe", {"pipeline": 2, "expert": 2}, {}, {"gradient_checkpointing": True}),
+    Case(4, "moe", {"pipeline": 2, "sequence": 2}),
+    Case(4, "latent", {"pipeline": 2, "expert": 2}, routers="replayed"),
     Case(4, "moe", {"sequence": 2, "expert": 4}),
     Case(4, "tied", {"tensor": 2, "pipeline": 2}, objective="value"),
 ]
@@ -156,7 +181,7 @@ class Bench:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
         self._stack = stack
-        for num_layers in (2, 4):
+        for num_layers in {2, *NUM_LAYERS.values()}:
             rows = routed_rows(num_layers)
             write_rows(folder / f"rows-{num_layers}.npz", rows, [0.7] * len(rows))
         self.model = cache(lambda name: MODELS[name](folder / name))
@@ -167,7 +192,7 @@ class Bench:
     def job(self, model: str, objective: Objective, **more: Any) -> dict[str, Any]:
         return {
             "model": str(self.model(model)),
-            "rows": str(self.folder / f"rows-{4 if model in ('deep_moe', 'latent') else 2}.npz"),
+            "rows": str(self.folder / f"rows-{NUM_LAYERS.get(model, 2)}.npz"),
             "out": str(self.folder / "out"),
             "objective": objective,
             "token_budget": 40,
@@ -233,18 +258,33 @@ def test_every_layout_trains_what_fsdp_trains_on_one_rank(bench: Bench, case: Ca
         assert ours[0].metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.parametrize("model", ["tied", *(pytest.param(name, marks=pytest.mark.megatron) for name in MIXTURES)])
-def test_a_run_goes_from_one_back_end_to_the_other_and_back(bench: Bench, model: str) -> None:
-    """Weights, moments, schedule: a step on one rank of FSDP2, one on two of Megatron, one on one of FSDP2."""
-    layouts: list[tuple[int, dict[str, Any]]] = [
-        (1, {}),
-        (2, {"backend": "megatron", "parallel": {"tensor": 2, "expert": 2 if model in MIXTURES else 1}}),
-        (1, {}),
-    ]
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ("tied", [FSDP, (2, {"tensor": 2}), FSDP]),
+        *(
+            pytest.param(model, layouts, marks=pytest.mark.megatron)
+            for model, layouts in [
+                ("moe", [FSDP, (2, {"tensor": 2, "expert": 2}), FSDP]),
+                ("latent", [FSDP, (2, {"tensor": 2, "expert": 2}), FSDP]),
+                # uneven stages, even ones
+                ("deep_moe", [(3, {"pipeline": 3}), (4, {"pipeline": 2, "expert": 2}), FSDP]),
+                ("deep", [(2, {"pipeline": 2}), FSDP, (3, {"pipeline": 3})]),
+                ("five", [(4, {"pipeline": 4}), (2, {"tensor": 2}), (2, {"pipeline": 2})]),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_a_run_goes_from_one_back_end_and_layout_to_others(
+    bench: Bench, model: str, layouts: list[tuple[int, dict[str, int] | None]]
+) -> None:
+    """Weights, moments, schedule: a step in each layout, against three on one rank of FSDP2."""
     norms: list[float] = []
     before: str | None = None
     weights: dict[str, torch.Tensor] = {}
-    for index, (world_size, more) in enumerate(layouts):
+    for index, (world_size, parallel) in enumerate(layouts):
+        more = {} if parallel is None else {"backend": "megatron", "parallel": parallel}
         saved = str(bench.folder / f"{model}-{index}")
         job = bench.job(model, "sft", **more, num_steps=1, seed=index, start=before, save=saved)
         answer, weights = bench.ask(world_size, job)
@@ -325,8 +365,8 @@ def test_bfloat16_stays_within_two_per_cent_of_fsdps(bench: Bench, parallel: dic
 @pytest.mark.parametrize(
     ("world_size", "model", "parallel", "megatron", "words"),
     [
-        (2, "deep", {"pipeline": 2}, {"virtual_stages": 4}, "virtual_stages = 8 does not divide"),
-        (2, "moe", {"pipeline": 2, "expert": 2}, {}, "set it to sequence x tensor = 1"),
+        (2, "deep", {"pipeline": 2}, {"virtual_stages": 4}, "fewer than parallel.pipeline x .*virtual_stages = 8"),
+        (2, "moe", {"pipeline": 2, "expert": 2}, {}, "does not divide the 1 ranks of a pipeline stage"),
         (2, "moe", {"tensor": 2}, {"sequence_parallel": False}, "leave it on"),
         (2, "tied", {"tensor": 4}, {}, "num_key_value_heads 2"),
     ],
@@ -353,8 +393,6 @@ def test_settings_that_only_one_back_end_has_are_refused_in_words(section: dict[
         ActorSection.model_validate({"backend": "megatron", **section})
 
 
-def test_layers_and_experts_that_do_not_divide_are_refused_before_anything_starts(bench: Bench) -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.pipeline 3 does not divide the model's 2 layers"):
-        check_parallel(bench.model("tied"), LayoutSection(pipeline=3))
+def test_experts_that_do_not_divide_are_refused_before_anything_starts(bench: Bench) -> None:
     with pytest.raises(ConfigError, match=r"parallel\.expert 2 does not divide the model's 0 experts"):
         check_parallel(bench.model("tied"), LayoutSection(expert=2))

@@ -57,12 +57,27 @@ def test_there_is_a_map_for_every_type_that_is_let_pass() -> None:
     assert set(FAMILIES) == set(MODEL_TYPES)
 
 
+@pytest.mark.parametrize("expert", [1, 2, 4])
 @pytest.mark.parametrize("model", [DENSE, MIXTURE, LATENT], ids=["dense", "mixture", "latent"])
-def test_a_layout_that_fits_passes(config: Path, model: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_that_fits_passes(
+    config: Path, model: dict[str, Any], expert: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     layout = ["--actor.num_ranks=8", "--actor.parallel.tensor=2", "--actor.parallel.pipeline=2"]
     if model is not DENSE:
-        layout.append("--actor.parallel.expert=2")
+        layout.append(f"--actor.parallel.expert={expert}")
     assert main([*described(config, model), *layout]) == 0, capsys.readouterr().out
+
+
+def test_the_stages_of_a_pipeline_are_told(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = write_light_config(config.parent / "other").parent / "model"
+    described(other.parent / "light.yaml", DENSE | {"num_hidden_layers": 7})
+    layouts = ["--actor.num_ranks=2", "--actor.parallel.pipeline=2", "--actor.megatron.virtual_stages=2"]
+    critic = [f"--critic.path={other}", "--critic.num_ranks=2", "--critic.parallel.pipeline=2"]
+    words = [*layouts, *critic, "--algorithm.advantage.kind=gae", "--critic.address=127.0.0.1:9"]
+    main([*described(config, DENSE | {"num_hidden_layers": 5}), *words])
+    said = capsys.readouterr().out
+    assert "\npipeline of actor: 5 layers in stages of 1, 1, 2, 1, 2 on each rank\n" in said
+    assert "\npipeline of critic: 7 layers in stages of 2, 2, 2, 1, 2 on each rank\n" in said
 
 
 @pytest.mark.parametrize(
@@ -105,11 +120,10 @@ def test_a_model_that_is_not_computed_is_told(
             "parallel.tensor 8 does not divide the model's num_attention",
         ),
         (DENSE, {"num_ranks": 4, "parallel.tensor": 4}, "parallel.tensor 4 does not divide the model's num_key_value"),
-        (DENSE, {"num_ranks": 3, "parallel.pipeline": 3}, "parallel.pipeline 3 does not divide the model's 4 layers"),
         (
-            DENSE | {"num_hidden_layers": 6},
-            {"num_ranks": 2, "parallel.pipeline": 2, "megatron.virtual_stages": 2},
-            "6 layers, which parallel.pipeline x megatron.virtual_stages = 4 does not divide; choose a divisor",
+            DENSE,
+            {"num_ranks": 3, "parallel.pipeline": 3, "megatron.virtual_stages": 2},
+            "4 layers, fewer than parallel.pipeline x megatron.virtual_stages = 6; lower one of them",
         ),
         (
             DENSE | {"intermediate_size": 255},
@@ -125,9 +139,9 @@ def test_a_model_that_is_not_computed_is_told(
         (MIXTURE, {"num_ranks": 3, "parallel.expert": 3}, "parallel.expert 3 does not divide the model's 4 experts"),
         (MIXTURE, {"num_ranks": 2, "parallel.expert": 4}, "does not divide the 2 ranks of a pipeline stage"),
         (
-            MIXTURE,
-            {"num_ranks": 4, "parallel.tensor": 2, "parallel.pipeline": 2},
-            "set it to sequence x tensor = 2",
+            MIXTURE | {"num_experts": 8},
+            {"num_ranks": 12, "parallel.pipeline": 2, "parallel.expert": 4},
+            "parallel.expert 4 does not divide the 6 ranks of a pipeline stage",
         ),
         (
             MIXTURE,

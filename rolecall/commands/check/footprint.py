@@ -11,6 +11,7 @@ from rolecall.checkpoint.storage import DiskStorage, open_storage
 from rolecall.commands.check.capacity import in_bytes
 from rolecall.data.dataset import RawPrompt
 from rolecall.data.images.tokens import require_visual_tokens
+from rolecall.data.megatron.stages import rank_parameters
 from rolecall.data.model_files import ModelFacts, sees_images
 from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_parameters
 from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts, received_bytes
@@ -35,7 +36,7 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     size = 4 if settings.model.dtype == "float32" else 2
     weights = facts.num_parameters * size
     actor = actor_parameters(settings, facts)
-    acting = _trained_per_rank(settings, settings.actor, actor)
+    acting = _trained_per_rank(settings, settings.actor, actor, "model.path", settings.model.path)
     yield (f"memory (estimates without activations): actor {in_bytes(acting)} per rank x {settings.actor.num_ranks}")
     yield from _moments(settings.actor, settings.actor.optimizer, actor)
     yield from _gathered(settings, weights)
@@ -48,9 +49,12 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     if settings.shows_images and sees_images(settings.model.path):
         yield _pixels(settings, size)
     for name, section in settings.references.items():
-        parts = section.num_shards if settings.actor.backend == "fsdp" else _num_parts(section)
-        held = reference_parameters(settings, name, facts).frozen * size
-        yield f"  reference {name} {in_bytes(held / parts)} per rank x {section.num_ranks}"
+        if settings.actor.backend == "fsdp":
+            held = reference_parameters(settings, name, facts).frozen / section.num_shards
+        else:
+            path, setting = section.path or settings.model.path, f"references.{name}.path"
+            held = rank_parameters(path, section, settings.actor.megatron, setting).held
+        yield f"  reference {name} {in_bytes(held * size)} per rank x {section.num_ranks}"
     yield from _rollouts(settings, facts, weights)
     yield from _disk(settings, facts)
 
@@ -58,7 +62,8 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
 def _critic(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     if settings.critic is not None and (optimizer := settings.critic_optimizer):
         critic = critic_parameters(settings, facts)
-        valuing = _trained_per_rank(settings, settings.critic, critic)
+        path = settings.critic.path or settings.model.path
+        valuing = _trained_per_rank(settings, settings.critic, critic, "critic.path", path)
         yield f"  critic {in_bytes(valuing)} per rank x {settings.critic.num_ranks}"
         yield from _moments(settings.critic, optimizer, critic)
         if settings.critic.lora is not None:
@@ -143,19 +148,14 @@ def _shifts(plan: ShiftPlan) -> Iterator[str]:
     yield f"    sampling: {in_bytes(plan.resident)} beside the rollouts, all state of the trainers in host memory"
 
 
-def _trained_per_rank(settings: RunSettings, section: TrainerSection, counts: ParameterCounts) -> float:
+def _trained_per_rank(
+    settings: RunSettings, section: TrainerSection, counts: ParameterCounts, setting: str, path: Path
+) -> float:
     size = 4 if settings.model.dtype == "float32" else 2
     if settings.actor.backend == "fsdp":
         optimized = counts.trained * (OPTIMIZER_BYTES_PER_PARAMETER + size)
         return (counts.frozen * size + optimized) / section.num_shards
-    # Megatron: weights and float32 gradients whole on every data rank, moments and master weights cut over all
-    cut = MOMENT_BYTES_PER_PARAMETER + (4 if size < 4 else 0)
-    return counts.trained * ((size + 4) / _num_parts(section) + cut / section.num_ranks)
-
-
-def _num_parts(section: TrainerSection) -> int:
-    """Parts that Megatron's layout cuts weights into; experts may be cut into more."""
-    return section.parallel.tensor * section.parallel.pipeline
+    return rank_parameters(path, section, settings.actor.megatron, setting).trained_bytes(size)
 
 
 def _moments(section: TrainerSection, optimizer: OptimizerSection, counts: ParameterCounts) -> Iterator[str]:

@@ -8,6 +8,7 @@ from rolecall.commands.check.preflight import NOTE
 from rolecall.data.adapters import check_start, with_modules
 from rolecall.data.engine_limits import check_engine
 from rolecall.data.image_limits import check_images
+from rolecall.data.megatron.stages import split_layers
 from rolecall.data.megatron_limits import check_megatron, require_installed
 from rolecall.data.mixture import read_mixture
 from rolecall.data.model_files import (
@@ -35,7 +36,7 @@ def policy_model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     yield f"model: {path}, {facts.architecture}, {facts.num_parameters / 1e6:,.2f}M parameters, {settings.model.dtype}"
     also = settings.sampling.stop_token_ids
     check_trainable(path)
-    _check_layout(settings, settings.actor, path, "model.path")
+    yield from _layout(settings, settings.actor, path, "model.path", "actor")
     yield from check_images(settings, facts)
     if has_recurrent_layers(text_config(path)):
         yield (
@@ -94,13 +95,23 @@ def _adapters(settings: RunSettings, given: LoraSection | None, path: Path, sett
     yield f"adapters: {setting} begins as those in {lora.start}"
 
 
-def _check_layout(settings: RunSettings, section: TrainerSection, path: Path, setting: str) -> None:
-    """ConfigError when the back end does not compute the model at `path`, or not in this trainer's layout."""
+def _layout(settings: RunSettings, section: TrainerSection, path: Path, setting: str, trainer: str) -> Iterator[str]:
+    """A line on the stages of this trainer's pipeline, if it has one. ConfigError when the back end does not compute
+    the model at `path`, or not in this layout.
+    """
     check_parallel(path, section.parallel, setting)
-    if settings.actor.backend == "megatron":
-        if section.address is None:
-            require_installed()
-        check_megatron(path, section.parallel, settings.actor.megatron, section.num_ranks, setting)
+    if settings.actor.backend != "megatron":
+        return
+    if section.address is None:
+        require_installed()
+    megatron = settings.actor.megatron
+    check_megatron(path, section.parallel, megatron, section.num_ranks, setting)
+    if section.parallel.pipeline > 1:
+        counts = split_layers(path, section.parallel, megatron, setting)
+        yield (
+            f"pipeline of {trainer}: {sum(counts)} layers in stages of {', '.join(map(str, counts))}"
+            + (f", {megatron.virtual_stages} on each rank" if megatron.virtual_stages > 1 else "")
+        )
 
 
 def _router_replay(settings: RunSettings) -> str:
@@ -125,7 +136,9 @@ def tokenizer_and_models(settings: RunSettings, tokenizer: ChatTokenizer) -> Ite
         sections["critic.path"] = settings.critic
     check_tokenizer(settings.model.path, tokenizer.num_ids)
     for setting, section in sections.items():
-        _check_layout(settings, section, section.path or settings.model.path, setting)
+        yield from _layout(
+            settings, section, section.path or settings.model.path, setting, setting.removesuffix(".path")
+        )
         if section.path is not None:
             read_model(section.path, setting)
             check_trainable(section.path, setting)

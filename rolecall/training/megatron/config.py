@@ -7,6 +7,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
+from rolecall.data.megatron.stages import split_layers
 from rolecall.training.model.packed_model import PackedModel
 from rolecall.training.options import DTYPES, EngineOptions
 
@@ -50,6 +51,7 @@ def transformer_config(model: PackedModel, options: EngineOptions) -> Transforme
         tensor_model_parallel_size=parallel.tensor,
         sequence_parallel=parallel.tensor > 1 and section.sequence_parallel,
         pipeline_model_parallel_size=parallel.pipeline,
+        pipeline_model_parallel_layout=_stages(options),
         virtual_pipeline_model_parallel_size=section.virtual_stages if section.virtual_stages > 1 else None,
         context_parallel_size=parallel.sequence,
         expert_model_parallel_size=parallel.expert,
@@ -66,6 +68,15 @@ def transformer_config(model: PackedModel, options: EngineOptions) -> Transforme
         **recompute,
         **_mixture(hf),
     )
+
+
+def _stages(options: EngineOptions) -> list[list[str]]:
+    """Megatron's words for the layers of each stage, those of every rank's first stage before those of its second."""
+    counts = split_layers(options.path, options.parallel, options.megatron)
+    stages = [["decoder"] * count for count in counts]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
 
 
 def _mixture(hf: PretrainedConfig) -> dict[str, Any]:

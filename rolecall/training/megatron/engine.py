@@ -31,7 +31,6 @@ from rolecall.telemetry import Metrics
 from rolecall.training.account.flops import CostModel, count_flops
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import STATE_PARTS, Loss, Microbatch, StatePart, StepOutcome
-from rolecall.training.megatron.config import num_experts
 from rolecall.training.megatron.families import Family
 from rolecall.training.megatron.last_stage import LastStage, Outputs
 from rolecall.training.megatron.layout import MegatronLayout
@@ -96,12 +95,7 @@ class MegatronEngine:
         self.flops = count_flops(self._model)
         """The FLOPs of passes over the whole model, all ranks together."""
         with self._on_device(), self._memory.phase("load"):
-            self.layout = MegatronLayout(
-                options.parallel,
-                device,
-                virtual_stages=options.megatron.virtual_stages,
-                experts=num_experts(self._model.hf.config) > 0,
-            )
+            self.layout = MegatronLayout(options.parallel, device, virtual_stages=options.megatron.virtual_stages)
             self._last_stage = LastStage(self.layout, options)
             seed_rank(options.seed, self.layout.data_rank)
             self._pipeline = Pipeline(

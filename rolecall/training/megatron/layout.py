@@ -1,9 +1,10 @@
-"""Megatron's process groups, laid out so that the ranks of a slot are neighbours, tensor part innermost:
+"""Megatron's process groups, laid out so that the ranks of a stage are neighbours, tensor part innermost:
 
-    rank = ((data * pipeline + stage) * sequence + sequence_part) * tensor + tensor_part
+    rank = ((stage * slots + slot) * sequence + sequence_part) * tensor + tensor_part
 
 A slot of pipeline x sequence x tensor ranks computes the same rows together. Experts are spread over `expert`
-neighbouring ranks that a layer's tokens are exchanged between, of several slots where there is no pipeline.
+neighbouring ranks of a stage, of several slots or of a part of one, that a layer's tokens are exchanged between. Stages
+are outermost because Megatron lays its experts over any number of ranks in that order alone; they talk least, too.
 """
 
 from dataclasses import dataclass
@@ -32,20 +33,21 @@ class Place:
 class MegatronLayout:
     """The ranks of the default process group. Made once per engine; a collective."""
 
-    def __init__(self, parallel: ParallelSection, device: torch.device, *, virtual_stages: int, experts: bool) -> None:
-        """ConfigError when the ranks cannot be laid out so. `experts`: whether the model is a mixture of experts."""
+    def __init__(self, parallel: ParallelSection, device: torch.device, *, virtual_stages: int) -> None:
+        """ConfigError when the ranks cannot be laid out so."""
         self.device = device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        shared = parallel.sequence * parallel.tensor
-        self.slot_size = shared * parallel.pipeline
+        self.slot_size = parallel.slot_size
         if self.world_size % self.slot_size:
             raise ConfigError(
                 f"{self.world_size} ranks cannot be laid out as pipeline x sequence x tensor = {self.slot_size}; "
                 "change num_ranks or parallel"
             )
-        self.data_rank, self.data_size = self.rank // self.slot_size, self.world_size // self.slot_size
-        """The index of the slot that this rank belongs to, and the number of slots."""
-        self.is_slot_leader = self.rank % self.slot_size == 0
+        self.data_rank = parallel.slot_of(self.rank, self.world_size)
+        """Index of the slot that this rank belongs to."""
+        self.data_size = self.world_size // self.slot_size
+        """Number of slots."""
+        self.is_slot_leader = parallel.leads_slot(self.rank, self.world_size)
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
@@ -53,9 +55,8 @@ class MegatronLayout:
             virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
             context_parallel_size=parallel.sequence,
             expert_model_parallel_size=parallel.expert,
-            # groups that a dense model makes no use of must fit the order of ranks, too
-            expert_tensor_parallel_size=1 if experts else shared,
-            order="tp-cp-ep-pp-dp",
+            expert_tensor_parallel_size=1,
+            order="tp-cp-ep-dp-pp",
             create_gloo_process_groups=False,
             distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT_S // 60),
         )

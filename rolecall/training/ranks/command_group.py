@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from rolecall import errors
 from rolecall.errors import RoleCallError, WorkerLostError
+from rolecall.settings import LayoutSection
 from rolecall.telemetry import Metrics
 from rolecall.training.ranks.watch import RankWatch
 from rolecall.v1.command_pb2 import KeepAliveCommand, StopCommand, TrainerCommand
@@ -45,8 +46,7 @@ class CommandGroup:
     """Rank 0's orders and what the ranks tell each other about them. With one rank every method is local. One thread at
     a time.
 
-    A *slot* is slot_size neighbouring ranks that read the same rows and compute the same numbers together
-    (fsdp/layout.py).
+    A *slot* is a set of ranks that read the same rows and compute the same numbers together (LayoutSection.slot_of).
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class CommandGroup:
         world_size: int,
         group: dist.ProcessGroup | None,
         watch: RankWatch | None = None,
-        slot_size: int = 1,
+        parallel: LayoutSection = LayoutSection(),
     ) -> None:
         """`group` is a Gloo group of all ranks with a timeout of COMMAND_TIMEOUT_S, `watch` over the same ranks; None
         with one rank.
         """
         self.rank = rank
         self.world_size = world_size
-        self.slot, self.num_slots = rank // slot_size, world_size // slot_size
-        self.is_slot_leader = rank % slot_size == 0
+        self.slot, self.num_slots = parallel.slot_of(rank, world_size), world_size // parallel.slot_size
+        self.is_slot_leader = parallel.leads_slot(rank, world_size)
         """Whether this rank counts for its slot, in sums over slots, in what is written to rows, and in metrics."""
         self.over = False
         """Whether rank 0 stopped the group because the run is over; said by its last command."""
@@ -71,14 +71,14 @@ class CommandGroup:
         self._watch = watch
 
     @classmethod
-    def of_default(cls, watch: RankWatch | None = None, slot_size: int = 1) -> "CommandGroup":
+    def of_default(cls, watch: RankWatch | None = None, parallel: LayoutSection = LayoutSection()) -> "CommandGroup":
         """A command group over the ranks of torch's default group, or of this process alone when there is none. A
         collective.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(0, 1, None, None)
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=COMMAND_TIMEOUT_S))
-        return cls(dist.get_rank(), dist.get_world_size(), group, watch, slot_size)
+        return cls(dist.get_rank(), dist.get_world_size(), group, watch, parallel)
 
     @property
     def is_leader(self) -> bool:

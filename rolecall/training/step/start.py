@@ -128,7 +128,7 @@ def start_context(
     return RankContext(
         engine=engine,
         state=state,
-        group=CommandGroup.of_default(watch, section.parallel.slot_size),
+        group=CommandGroup.of_default(watch, section.parallel),
         device=device,
         token_budget=section.token_budget,
         memory=memory,

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from rolecall.data.model_files import check_parallel
 from rolecall.errors import ConfigError
-from rolecall.settings import ActorSection, ParallelSection
+from rolecall.settings import ActorSection, LayoutSection, ParallelSection
 from rolecall.telemetry import Metrics
 from rolecall.training.model.box import Box
 from rolecall.training.model.sequence_parallel import SequenceShare
@@ -115,14 +115,17 @@ def test_a_number_of_ranks_that_cannot_be_laid_out_is_refused_in_the_settings() 
     assert ActorSection(num_ranks=8, parallel=ParallelSection(replicate=2, tensor=2)).num_shards == 4
 
 
-def test_neighbouring_ranks_form_a_slot_whose_first_speaks() -> None:
-    groups = [CommandGroup(rank, 4, None, slot_size=2) for rank in range(4)]
+def test_neighbouring_ranks_of_each_stage_form_a_slot_whose_first_speaks() -> None:
+    groups = [CommandGroup(rank, 4, None, parallel=LayoutSection(tensor=2)) for rank in range(4)]
     assert [(group.slot, group.num_slots, group.is_slot_leader) for group in groups] == [
         (0, 2, True),
         (0, 2, False),
         (1, 2, True),
         (1, 2, False),
     ]
+    staged = [CommandGroup(rank, 8, None, parallel=LayoutSection(tensor=2, pipeline=2)) for rank in range(8)]
+    assert [group.slot for group in staged] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [group.rank for group in staged if group.is_slot_leader] == [0, 2]
 
 
 def test_whose_numbers_are_counted_already_tells_only_the_extremes() -> None:

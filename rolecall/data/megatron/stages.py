@@ -1,0 +1,110 @@
+"""The stages of a pipeline over Megatron-Core: the layers of each, and the parameters that a rank has of them.
+
+Both follow from the model's files and the layout alone, so that `rolecall check` says what the ranks will do. Whether a
+model and a layout go together is for megatron_limits.py.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from pathlib import Path
+
+from rolecall.data.model_files import EMBEDDINGS, EXPERTS, model_shapes, num_experts, text_config
+from rolecall.errors import ConfigError
+from rolecall.settings import LayoutSection, MegatronSection, TrainerSection
+
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters on the rank that computes with most of them."""
+
+    held: float
+    """Parameters that it computes with."""
+    optimized: float
+    """Parameters that it keeps moments of, and beneath half precision float32 values."""
+
+    def trained_bytes(self, size: int) -> float:
+        """Bytes of all that the trainer of a model of `size` bytes a parameter keeps there, float32 gradients too."""
+        return self.held * (size + 4) + self.optimized * (8 if size == 4 else 12)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Numbers of parameters in a model's files."""
+
+    layers: Counter[int]
+    """Each layer's, without its experts."""
+    experts: Counter[int]
+    """All experts' together, of each layer."""
+    embedding: int
+    end: int
+    """The last norm's, and the head's."""
+
+
+def split_layers(
+    path: Path, parallel: LayoutSection, megatron: MegatronSection, setting: str = "model.path"
+) -> tuple[int, ...]:
+    """Returns the number of layers of each stage of the model at `path`, which `setting` names, in the order of layers:
+    with virtual stages first of every rank's first, then of every rank's second. ConfigError when there are too few.
+
+    None has more than an even share, rounded up, for memory is why there are stages. Those that are too many are taken
+    off one by one, each time where most is computed, the head at the end counted as layers of as many active
+    parameters; among equals from the earliest stage, which keeps the embedding and most activations.
+    """
+    text, num_stages = text_config(path, setting), parallel.pipeline * megatron.virtual_stages
+    num_layers: int = text.get("num_hidden_layers", 0)
+    if num_stages == 1:
+        return (num_layers,)
+    if num_layers < num_stages:
+        raise ConfigError(
+            f"{setting} {path} has {num_layers} layers, fewer than parallel.pipeline x megatron.virtual_stages = "
+            f"{num_stages}; lower one of them"
+        )
+    sizes, most = _read(path, parallel, setting), -(-num_layers // num_stages)
+    active = text.get("num_experts_per_tok", 0) / max(num_experts(text), 1)
+    layer = (sizes.layers.total() + active * sizes.experts.total()) / num_layers
+    counts, heads = [most] * num_stages, [0] * (num_stages - 1) + [sizes.embedding]
+    for _ in range(most * num_stages - num_layers):
+        left = [stage for stage in range(num_stages) if counts[stage] > 1]
+        counts[max(left, key=lambda stage: counts[stage] * layer + heads[stage])] -= 1
+    return tuple(counts)
+
+
+def rank_parameters(path: Path, section: TrainerSection, megatron: MegatronSection, setting: str) -> RankParameters:
+    """Counts the parameters of the trainer of `section`, whose model at `path` `setting` names. ConfigError when it has
+    too few layers.
+    """
+    parallel = section.parallel
+    counts, sizes = split_layers(path, parallel, megatron, setting), _read(path, parallel, setting)
+    dense, experts = [0] * parallel.pipeline, [0] * parallel.pipeline
+    dense[0] += sizes.embedding
+    dense[-1] += sizes.end
+    layers = iter(range(sum(counts)))
+    for stage, count in enumerate(counts):
+        for layer in islice(layers, count):
+            dense[stage % parallel.pipeline] += sizes.layers[layer]
+            experts[stage % parallel.pipeline] += sizes.experts[layer]
+    found = [
+        RankParameters(
+            whole / parallel.tensor + spread / parallel.expert, (whole + spread) * parallel.pipeline / section.num_ranks
+        )
+        for whole, spread in zip(dense, experts, strict=True)
+    ]
+    return max(found, key=lambda rank: rank.held)
+
+
+def _read(path: Path, parallel: LayoutSection, setting: str) -> _Sizes:
+    layers, experts, outside = Counter[int](), Counter[int](), Counter[str]()
+    for name, shape in model_shapes(path, setting).items():
+        if found := _LAYER.match(name):
+            (experts if EXPERTS in name else layers)[int(found[1])] += prod(shape)
+        else:
+            outside[name] = prod(shape)
+    embedding = sum(size for name, size in outside.items() if name.endswith(EMBEDDINGS))
+    # of several stages the last has a copy of an embedding that is its head, too
+    has_copy = parallel.pipeline > 1 and "lm_head.weight" not in outside
+    return _Sizes(layers, experts, embedding, outside.total() - (0 if has_copy else embedding))
