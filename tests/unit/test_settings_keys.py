@@ -9,7 +9,7 @@ from rolecall.settings import RunSettings, load_settings
 from tests.twins.launched import write_light_config
 from tools.settings_keys import leaves
 
-MAX_KEYS = 348
+MAX_KEYS = 349
 """249 when they were last cut (ADR 44); the rest is room for new capabilities, not for new knobs of old ones. The 300th
 names the parser of tool calls, the 301st where agents call the policy, the 302nd what chat templates are given, the
 303rd and 304th whom an environment outside the run trusts and is trusted by, the 305th how often a lost episode is
@@ -24,7 +24,8 @@ step, the 325th the chat template of a base model that has none, the 326th the o
 331st where a server runs programs, whom it trusts and is trusted by, how many it runs at a time and what it calls their
 language, the 332nd how many calls a scorer elsewhere is given at a time, the 333rd which field of a row holds images,
 the 334th whether what sees them is trained, the 335th how many an environment shows, up to the 345th the critic's
-own optimizer, the 346th a run's length in epochs, and the 347th whether a scorer's function gets images.
+own optimizer, the 346th a run's length in epochs, the 347th whether a scorer's function gets images, and the 348th
+whether a reference leaves shared devices between its passes.
 """
 
 
