@@ -46,7 +46,7 @@ def kills(at: list[tuple[str, str]]) -> Iterator[Fault]:
         yield Fault(number, worker, Kind.KILL, worker, phase, 0.5)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("at", "max_staleness"),
     [
