@@ -1,23 +1,26 @@
-"""Shifts on devices that rollouts and trainers of one machine share: who may hold device memory, by the kernel's locks.
+"""Shifts on devices that rollouts, trainers and references of one machine share: who may hold device memory, by the
+kernel's locks.
 
-    <run.dir>/shifts/rollouts   held, shared, by every rollout with device memory: from before it loads to its sleep,
-                                and from its waking to the next
-    <run.dir>/shifts/trainers   held, shared, by every trainer that loads its model
+    <run.dir>/shifts/rollouts     held, shared, by every rollout with device memory: from before it loads to its sleep,
+                                  and from its waking to the next
+    <run.dir>/shifts/references   held, shared, by every reference with device memory, if it gives that up at all: while
+                                  it loads, and from a column to Offload
+    <run.dir>/shifts/trainers     held, shared, by every trainer that loads its model
 
-The controller holds one of the two exclusively: `rollouts` while trainers may hold memory, `trainers` while rollouts
-may. To have it is the proof that nobody of that side is on the device, whatever became of the calls that told them to
-leave; and a process that starts waits until the controller has the other side's. The kernel frees a lock with its
-process, however that ends; without a controller nobody begins to load.
+The controller holds all but one of them exclusively: the one is that of the side which may hold memory. To have the
+others is the proof that nobody of those sides is on the device, whatever became of the calls that told them to leave;
+and a process that starts waits until the controller has the other sides'. The kernel frees a lock with its process,
+however that ends; without a controller nobody begins to load.
 """
 
 import asyncio
 import fcntl
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-Side = Literal["rollouts", "trainers"]
-_OTHER: dict[Side, Side] = {"rollouts": "trainers", "trainers": "rollouts"}
+Side = Literal["rollouts", "references", "trainers"]
+SIDES: tuple[Side, ...] = get_args(Side)
 POLL_S = 0.1
 """Seconds between two looks of a process that waits for its shift."""
 FOLDER = "shifts"
@@ -27,20 +30,21 @@ class Post:
     """A process of one side: on the device from `take` to `leave`."""
 
     def __init__(self, run_dir: Path, side: Side) -> None:
-        self._own, self._other = _open(run_dir, side), _open(run_dir, _OTHER[side])
+        self._own = _open(run_dir, side)
+        self._others = [_open(run_dir, other) for other in SIDES if other != side]
 
     def take(self) -> bool:
         """Whether the process may hold device memory from now on: whether it is its side's shift. Idempotent."""
         # held before the look: the controller, who gives the shift away, has to see it
         if not _lock(self._own, fcntl.LOCK_SH):
             return False
-        if _is_exclusive(self._other):
+        if all(map(_is_exclusive, self._others)):
             return True
         self.leave()
         return False
 
     async def wait_until_due(self) -> None:
-        """Returns once it is taken. No deadline: a shift of the other side may take as long as a step, and a pause of
+        """Returns once it is taken. No deadline: a shift of another side may take as long as a step, and a pause of
         the run longer; the launcher does not count it either.
         """
         while not self.take():
@@ -52,40 +56,37 @@ class Post:
 
     def close(self) -> None:
         """Leaves for good."""
-        for file in (self._own, self._other):
+        for file in (self._own, *self._others):
             os.close(file)
 
 
 class ShiftLocks:
-    """The controller's hold on the side whose shift it is not."""
+    """The controller's hold on the sides whose shift it is not."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._files: dict[Side, int] = {side: _open(run_dir, side) for side in _OTHER}
+        self._files: dict[Side, int] = {side: _open(run_dir, side) for side in SIDES}
 
     def give_to(self, side: Side) -> bool:
-        """Begins the shift of `side`; False, and nothing has changed, while somebody of the other one is on the
-        device.
-        """
-        if not _lock(self._files[_OTHER[side]], fcntl.LOCK_EX):
+        """Begins the shift of `side`; False while somebody of another one is on the device, whose shift goes on."""
+        if not all(_lock(file, fcntl.LOCK_EX) for other, file in self._files.items() if other != side):
             return False
         _unlock(self._files[side])
         return True
 
     def close(self) -> None:
-        """Lets go of both: nobody begins to load until the next controller."""
+        """Lets go of all: nobody begins to load until the next controller."""
         for file in self._files.values():
             os.close(file)
 
 
 def is_shift_of(side: Side, run_dir: Path) -> bool:
-    """Whether processes of `side` may begin to load: the controller keeps the other one off, and not this one."""
-    files = [_open(run_dir, each) for each in (side, _OTHER[side])]
+    """Whether processes of `side` may begin to load: the controller keeps the others off, and not this one."""
+    files = {each: _open(run_dir, each) for each in SIDES}
     try:
-        own, other = map(_is_exclusive, files)
+        return all(_is_exclusive(file) != (each == side) for each, file in files.items())
     finally:
-        for file in files:
+        for file in files.values():
             os.close(file)
-    return other and not own
 
 
 def _open(run_dir: Path, side: Side) -> int:

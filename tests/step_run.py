@@ -302,7 +302,7 @@ class StepRun:
             critic=critic,
             fleet=self.fleet,
             board=board,
-            shifts=DeviceShifts(self.settings, self.fleet, board, actor, critic),
+            shifts=DeviceShifts(self.settings, self.fleet, board, actor, critic, {}),
             **doubles,
         )
 

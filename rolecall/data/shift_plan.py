@@ -35,7 +35,9 @@ class ShiftPlan:
     """Bytes on each shared GPU."""
 
     resident: float
-    """References there, and each process's CUDA, in every shift."""
+    """Each process's CUDA, and references that stay, in every shift."""
+    scored: float
+    """References that score in a shift of their own, all at once."""
     parameters: float
     """The actor's parameters, which it has while it trains and while it publishes."""
     trained: float
@@ -59,6 +61,11 @@ class ShiftPlan:
         return self.resident + self.trained + self.asleep
 
     @property
+    def scoring(self) -> float:
+        """Bytes in use while references score in their shift."""
+        return self.resident + self.scored + self.asleep
+
+    @property
     def beside_rollouts(self) -> float:
         """Bytes that others have while a rollout is awake, at most: while the actor publishes."""
         return self.resident + self.parameters + self.passing
@@ -80,8 +87,14 @@ class ShiftPlan:
             raise ConfigError(
                 "shared GPUs: while the trainers work they and a sleeping rollout take "
                 f"{self.training:,.0f} bytes of each, {self.training - self.gpu:,.0f} more than it has; use more GPUs "
-                "(num_ranks), optimizer.offload, actor.lora, critic.lora or a smaller model, or move critic and "
-                "references to other GPUs"
+                "(num_ranks), optimizer.offload, actor.lora, critic.lora or a smaller model, leave "
+                "references.<name>.offload out, or move critic and references to other GPUs"
+            )
+        if self.scored and self.scoring > self.gpu:
+            raise ConfigError(
+                "shared GPUs: while the references score they and a sleeping rollout take "
+                f"{self.scoring:,.0f} bytes of each, {self.scoring - self.gpu:,.0f} more than it has; use more GPUs "
+                "(references.<name>.num_ranks) or smaller models, or move references to other GPUs"
             )
         missing = self.beside_rollouts + self.rollout - self.gpu
         if missing > 0:
@@ -89,8 +102,8 @@ class ShiftPlan:
                 f"shared GPUs: while the actor publishes, its parameters ({self.parameters:,.0f} bytes), weights on "
                 f"their way ({self.passing:,.0f}), a rollout ({self.rollout:,.0f}) and what stays "
                 f"({self.resident:,.0f}) lack {missing:,.0f} bytes; use more GPUs (num_ranks, "
-                "rollout.tensor_parallel_size, rollout.pipeline_parallel_size) or a smaller model, or move references "
-                "to other GPUs"
+                "rollout.tensor_parallel_size, rollout.pipeline_parallel_size) or a smaller model, leave "
+                "references.<name>.offload out, or move references to other GPUs"
             )
 
 
@@ -117,11 +130,14 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
         shards, per_trained = section.num_shards, _MASTER + moments(optimizer)
         return bytes_of(counts, _MASTER) / shards, bytes_of(counts, per_trained) / shards
 
-    def resident_of(name: str, section: ReferenceSection) -> float:
+    def held_by(name: str, section: ReferenceSection) -> float:
         if actor.backend == "megatron":
             path = section.path or settings.model.path
             return rank_parameters(path, section, actor.megatron, f"references.{name}.path").held * size
         return reference_parameters(settings, name, facts).frozen * size / section.num_shards
+
+    def held(*, offload: bool) -> float:
+        return sum(held_by(name, section) for name, section in references.items() if bool(section.offload) is offload)
 
     acting = actor_parameters(settings, facts)
     parameters, trained = state_of(actor, acting, actor.optimizer, "model.path", None)
@@ -131,8 +147,8 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
         num_processes += 1
     packed = 2 * facts.largest_layer * size if actor.lora is None else 0
     return ShiftPlan(
-        resident=num_processes * CONTEXT_BYTES
-        + sum(resident_of(name, section) for name, section in references.items()),
+        resident=num_processes * CONTEXT_BYTES + held(offload=False),
+        scored=held(offload=True),
         parameters=parameters,
         trained=trained,
         passing=SLOT_BYTES + 2 * BUCKETS * settings.weights.bucket_bytes + packed + received_bytes(settings, facts),

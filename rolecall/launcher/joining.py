@@ -12,7 +12,12 @@ from rolecall.settings import ControllerSection
 from rolecall.shifts import Side, is_shift_of
 from rolecall.v1 import controller_pb2
 
-_SIDES: dict[str, Side] = {"rollout": "rollouts", "actor": "trainers", "critic": "trainers"}
+_SIDES: dict[str, Side] = {
+    "rollout": "rollouts",
+    "reference": "references",
+    "actor": "trainers",
+    "critic": "trainers",
+}
 """Roles that may wait for their shift."""
 
 REJOIN_GRACE_S = 15.0
@@ -29,12 +34,15 @@ that hangs before is nobody's member.
 class Joining:
     """The processes that have joined the controller, and how long each worker takes to join."""
 
-    def __init__(self, section: ControllerSection, shifts: Path | None = None) -> None:
+    def __init__(
+        self, section: ControllerSection, shifts: Path | None = None, references: Collection[str] = ()
+    ) -> None:
         """`shifts`: the run directory where rollouts and trainers share devices, each of which waits for its shift
-        before it loads: that time is not its own.
+        before it loads: that time is not its own. `references`: the references that do so, too.
         """
         self._section = section
         self._shifts = shifts
+        self._references = references
         self._off_shift: dict[str, float] = {}
         """When a process was last seen to wait for its shift, by incarnation."""
         self._told_at: dict[str, float] = {}
@@ -87,7 +95,9 @@ class Joining:
             return
         waiting = {side for side in _SIDES.values() if not is_shift_of(side, self._shifts)}
         for start in running:
-            if start.incarnation not in self._told_at and _SIDES.get(start.worker.role) in waiting:
+            role, name = start.worker.role, start.worker.name
+            takes_shifts = role != "reference" or name in self._references
+            if takes_shifts and start.incarnation not in self._told_at and _SIDES.get(role) in waiting:
                 self._off_shift[start.incarnation] = time.monotonic()
 
     def _begun_at(self, start: Start) -> float:

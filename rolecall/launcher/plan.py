@@ -224,6 +224,7 @@ def _require_local_shifts(settings: RunSettings) -> None:
         "controller": settings.controller,
         "actor": settings.actor,
         "critic": settings.critic,
+        **{f"references.{name}": settings.references[name] for name in settings.references_in_shifts},
     }
     elsewhere = [name for name, section in sections.items() if section is not None and section.address is not None]
     if elsewhere or not settings.rollout.num_replicas:

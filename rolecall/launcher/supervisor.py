@@ -117,7 +117,8 @@ class Supervisor:
         """What is to be started again, and when (monotonic seconds); at most one entry a name."""
         self._verdicts: dict[str, str] = {}
         """Why a process was killed that has not been seen to end yet."""
-        self._joining = Joining(resolved.controller, resolved.run.dir if resolved.takes_shifts else None)
+        shifts = resolved.run.dir if resolved.takes_shifts else None
+        self._joining = Joining(resolved.controller, shifts, resolved.references_in_shifts)
         self._heard_since = 0.0
         """Monotonic seconds since when the controller, this start of it, is heard."""
         self._told_silent_since = 0.0

@@ -148,6 +148,11 @@ class RunSettings(Section):
         """
         return self.environment is None and self.rollout.pause_mode in ("keep", "keep_cache")
 
+    @property
+    def references_in_shifts(self) -> tuple[str, ...]:
+        """The references that score in a shift of their own, and are in host memory otherwise."""
+        return tuple(name for name, section in self.references.items() if section.offload)
+
     def weight_backend(self, *, receivers_on_gpus: bool) -> WeightBackend:
         """The way of the weights to receivers that are, all of them, on GPUs or not. Not nccl on GPUs that are shared:
         it has one rank on each.
@@ -186,7 +191,7 @@ class RunSettings(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         """Makes every check of several sections: what is told is what the first of them finds. Sets rollout.sleep_mode
-        where rollouts share GPUs with the trainers.
+        where rollouts share GPUs with the trainers, and `offload` of the references there.
         """
         trainers.check_deltas(self)
         roles.check_roles(self)
@@ -209,6 +214,8 @@ class RunSettings(Section):
         if placement.shares_devices(self):
             # not by attribute: to everybody else the file is frozen
             vars(self)["rollout"] = self.rollout.model_copy(update={"sleep_mode": True})
+            vars(self)["references"] = placement.references_beside(self)
+        placement.check_offload(self)
         placement.check_num_replicas(self)
         evaluation.check_times(self)
         return self

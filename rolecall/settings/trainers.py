@@ -437,3 +437,7 @@ class ReferenceSection(TrainerSection):
 
     path: ConfigPath | None = None
     """Model directory; absent: the policy's starting point."""
+    offload: bool | None = None
+    """Whether it scores a batch at a time, while rollouts sleep, and is in host memory otherwise. Absent: where
+    rollouts and trainers share its devices. False there: it stays, and scores groups as they land.
+    """

@@ -26,7 +26,7 @@ from rolecall.v1 import callers_pb2 as rolecall_dot_v1_dot_callers__pb2
 from rolecall.v1 import training_pb2 as rolecall_dot_v1_dot_training__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1brolecall/v1/reference.proto\x12\x0brolecall.v1\x1a\x19rolecall/v1/callers.proto\x1a\x1arolecall/v1/training.proto\"\x19\n\x17GetReferenceInfoRequest\"h\n\x18GetReferenceInfoResponse\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x16\n\x0enum_parameters\x18\x03 \x01(\x03\x12\x12\n\nworld_size\x18\x04 \x01(\x05\x32\xd8\x01\n\x10ReferenceService\x12\x61\n\x0f\x43omputeLogprobs\x12!.rolecall.v1.ComputeColumnRequest\x1a\".rolecall.v1.ComputeColumnResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12\x61\n\x07GetInfo\x12$.rolecall.v1.GetReferenceInfoRequest\x1a%.rolecall.v1.GetReferenceInfoResponse\"\t\xfa\xb7\x18\x05\n\x03\x01\x07\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1brolecall/v1/reference.proto\x12\x0brolecall.v1\x1a\x19rolecall/v1/callers.proto\x1a\x1arolecall/v1/training.proto\"\x19\n\x17GetReferenceInfoRequest\"h\n\x18GetReferenceInfoResponse\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x16\n\x0enum_parameters\x18\x03 \x01(\x03\x12\x12\n\nworld_size\x18\x04 \x01(\x05\x32\xa7\x02\n\x10ReferenceService\x12\x61\n\x0f\x43omputeLogprobs\x12!.rolecall.v1.ComputeColumnRequest\x1a\".rolecall.v1.ComputeColumnResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12M\n\x07Offload\x12\x1b.rolecall.v1.OffloadRequest\x1a\x1c.rolecall.v1.OffloadResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12\x61\n\x07GetInfo\x12$.rolecall.v1.GetReferenceInfoRequest\x1a%.rolecall.v1.GetReferenceInfoResponse\"\t\xfa\xb7\x18\x05\n\x03\x01\x07\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,6 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REFERENCESERVICE'].methods_by_name['ComputeLogprobs']._loaded_options = None
   _globals['_REFERENCESERVICE'].methods_by_name['ComputeLogprobs']._serialized_options = b'\372\267\030\003\n\001\001'
+  _globals['_REFERENCESERVICE'].methods_by_name['Offload']._loaded_options = None
+  _globals['_REFERENCESERVICE'].methods_by_name['Offload']._serialized_options = b'\372\267\030\003\n\001\001'
   _globals['_REFERENCESERVICE'].methods_by_name['GetInfo']._loaded_options = None
   _globals['_REFERENCESERVICE'].methods_by_name['GetInfo']._serialized_options = b'\372\267\030\005\n\003\001\007\010'
   _globals['_GETREFERENCEINFOREQUEST']._serialized_start=99
@@ -42,5 +44,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETREFERENCEINFORESPONSE']._serialized_start=126
   _globals['_GETREFERENCEINFORESPONSE']._serialized_end=230
   _globals['_REFERENCESERVICE']._serialized_start=233
-  _globals['_REFERENCESERVICE']._serialized_end=449
+  _globals['_REFERENCESERVICE']._serialized_end=528
 # @@protoc_insertion_point(module_scope)

@@ -41,6 +41,11 @@ class ReferenceServiceStub:
                 request_serializer=rolecall_dot_v1_dot_training__pb2.ComputeColumnRequest.SerializeToString,
                 response_deserializer=rolecall_dot_v1_dot_training__pb2.ComputeColumnResponse.FromString,
                 _registered_method=True)
+        self.Offload = channel.unary_unary(
+                '/rolecall.v1.ReferenceService/Offload',
+                request_serializer=rolecall_dot_v1_dot_training__pb2.OffloadRequest.SerializeToString,
+                response_deserializer=rolecall_dot_v1_dot_training__pb2.OffloadResponse.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/rolecall.v1.ReferenceService/GetInfo',
                 request_serializer=rolecall_dot_v1_dot_reference__pb2.GetReferenceInfoRequest.SerializeToString,
@@ -54,6 +59,14 @@ class ReferenceServiceServicer:
 
     def ComputeLogprobs(self, request, context):
         """Writes the "<instance>/logprobs" column, or those of a teacher. Idempotent (write-once). Blocks on the queue of calls. NOT_FOUND: ROW_MISSING.
+        On devices that it leaves to others: FAILED_PRECONDITION: CONFLICT outside the references' shift. RESOURCE_EXHAUSTED: DEVICE_FULL.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Offload(self, request, context):
+        """Moves the parameters to host memory, from where the next column brings them back. Idempotent. INVALID_ARGUMENT: INVALID_INPUT (parts).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,6 +86,11 @@ def add_ReferenceServiceServicer_to_server(servicer, server):
                     servicer.ComputeLogprobs,
                     request_deserializer=rolecall_dot_v1_dot_training__pb2.ComputeColumnRequest.FromString,
                     response_serializer=rolecall_dot_v1_dot_training__pb2.ComputeColumnResponse.SerializeToString,
+            ),
+            'Offload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Offload,
+                    request_deserializer=rolecall_dot_v1_dot_training__pb2.OffloadRequest.FromString,
+                    response_serializer=rolecall_dot_v1_dot_training__pb2.OffloadResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -108,6 +126,33 @@ class ReferenceService:
             '/rolecall.v1.ReferenceService/ComputeLogprobs',
             rolecall_dot_v1_dot_training__pb2.ComputeColumnRequest.SerializeToString,
             rolecall_dot_v1_dot_training__pb2.ComputeColumnResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Offload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolecall.v1.ReferenceService/Offload',
+            rolecall_dot_v1_dot_training__pb2.OffloadRequest.SerializeToString,
+            rolecall_dot_v1_dot_training__pb2.OffloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

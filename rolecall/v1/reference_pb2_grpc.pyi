@@ -18,7 +18,11 @@ class ReferenceServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ComputeLogprobs: _aio.UnaryUnaryMultiCallable[_training_pb2.ComputeColumnRequest, _training_pb2.ComputeColumnResponse]
-    """Writes the "<instance>/logprobs" column, or those of a teacher. Idempotent (write-once). Blocks on the queue of calls. NOT_FOUND: ROW_MISSING."""
+    """Writes the "<instance>/logprobs" column, or those of a teacher. Idempotent (write-once). Blocks on the queue of calls. NOT_FOUND: ROW_MISSING.
+    On devices that it leaves to others: FAILED_PRECONDITION: CONFLICT outside the references' shift. RESOURCE_EXHAUSTED: DEVICE_FULL.
+    """
+    Offload: _aio.UnaryUnaryMultiCallable[_training_pb2.OffloadRequest, _training_pb2.OffloadResponse]
+    """Moves the parameters to host memory, from where the next column brings them back. Idempotent. INVALID_ARGUMENT: INVALID_INPUT (parts)."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_reference_pb2.GetReferenceInfoRequest, _reference_pb2.GetReferenceInfoResponse]
     """What the reference is. Idempotent. Blocks on nothing."""
 
@@ -31,7 +35,17 @@ class ReferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.ComputeColumnRequest,
         context: _aio.ServicerContext[_training_pb2.ComputeColumnRequest, _abc.Awaitable[_training_pb2.ComputeColumnResponse]],
     ) -> _abc.Awaitable[_training_pb2.ComputeColumnResponse]:
-        """Writes the "<instance>/logprobs" column, or those of a teacher. Idempotent (write-once). Blocks on the queue of calls. NOT_FOUND: ROW_MISSING."""
+        """Writes the "<instance>/logprobs" column, or those of a teacher. Idempotent (write-once). Blocks on the queue of calls. NOT_FOUND: ROW_MISSING.
+        On devices that it leaves to others: FAILED_PRECONDITION: CONFLICT outside the references' shift. RESOURCE_EXHAUSTED: DEVICE_FULL.
+        """
+
+    @_abc_1.abstractmethod
+    def Offload(
+        self,
+        request: _training_pb2.OffloadRequest,
+        context: _aio.ServicerContext[_training_pb2.OffloadRequest, _abc.Awaitable[_training_pb2.OffloadResponse]],
+    ) -> _abc.Awaitable[_training_pb2.OffloadResponse]:
+        """Moves the parameters to host memory, from where the next column brings them back. Idempotent. INVALID_ARGUMENT: INVALID_INPUT (parts)."""
 
     @_abc_1.abstractmethod
     def GetInfo(

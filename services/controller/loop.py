@@ -38,6 +38,7 @@ from services.controller.recovered import Recovered
 from services.controller.reports import Reports
 from services.controller.step import measures, preparation
 from services.controller.step.adaptive import AdaptiveState
+from services.controller.step.reference_shift import ReferenceShift
 from services.controller.step.sealing import Sealing
 from services.controller.tasks import FirstErrorGroup, at_once
 
@@ -218,6 +219,8 @@ class Loop:
         self._step_metrics = clock.waited(groups)
         self._step_metrics.merge(self._joiners.take_metrics())
         if parts.shifts.are_taken:
+            if batch.sealed is None and any(group.references for group in groups):
+                await self._ask_references(groups)
             await parts.shifts.to_training(self._recovered.ctl)
             clock.lap("shift")
             await self._save_if_due()  # of the step before: not earlier, for the state was not on the devices
@@ -267,6 +270,16 @@ class Loop:
             self._clock = measures.Stopwatch()
             reported, self._step_metrics = self._reported(results), Metrics()
             self._reports.begin(self._step, reported, groups)
+
+    async def _ask_references(self, groups: Sequence[ScoredGroup]) -> None:
+        """Has the references score that leave the shared devices otherwise. A sealed batch has their columns."""
+        parts = self._parts
+        await parts.shifts.to_scoring(self._recovered.ctl)
+        self._clock.lap("shift")
+        parts.board.wait_for("the references on the shared devices to score the batch", "computing")
+        await ReferenceShift(self._settings, parts.references, self._recovered.ctl).score(groups)
+        self._at("references have scored")
+        self._clock.lap("references")
 
     async def _compute(self, groups: Sequence[ScoredGroup]) -> None:
         """Has the trainers write the columns that are computed before the seal, where something reads them.

@@ -137,17 +137,24 @@ class ControllerRun:
     async def _live(self, ctl: int, budget: RecoveryBudget) -> None:
         """One life of the loop, to its end; none when a stop is asked for before it begins: BudgetSpentError where a
         checkpoint was asked for with it, and the newest one is of another step. Rollouts that share the trainers'
-        devices begin to load when the trainers have, and stand where the store does.
+        devices begin to load when the trainers have, and stand where the store does; references in between, which a
+        loop that starts over finds when it needs them.
         """
         parts = self._parts
         shifts, recovering = parts.shifts, self._board.num_recoveries > 0
-        first = {"store", CHECKPOINTS, *parts.references, *(trainer.name for trainer in parts.trainers)}
+        scoring = set(self._settings.references_in_shifts)
+        first = {"store", CHECKPOINTS, *(trainer.name for trainer in parts.trainers), *parts.references} - scoring
         then = {"rollouts"}
         # A scorer that is away is waited for by its groups, and the run has started with it.
         first |= set() if recovering else {"reward"}
         await shifts.begin(ctl)
         if not await self._wait_for_roles(first if shifts.are_taken else first | then):
             return await self._require_saved()
+        if scoring and not recovering:
+            await shifts.to_scoring(ctl)
+            if not await self._wait_for_roles(scoring):
+                return await self._require_saved()
+            await shifts.to_training(ctl)
         budget.recovered()
         recovered = await self._recovery.run(ctl)
         await shifts.to_publishing(ctl)

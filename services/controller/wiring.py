@@ -110,7 +110,7 @@ def wire(settings: RunSettings) -> Wiring:
         evaluation=Evaluation(settings, fleet, reward, board, load_sets(settings, renderer)),
         fleet=fleet,
         board=board,
-        shifts=DeviceShifts(settings, fleet, board, actor, critic),
+        shifts=DeviceShifts(settings, fleet, board, actor, critic, references),
     )
     return Wiring(parts, (reward_channel, *channels, actor_channel, *critic_channels), connection)
 

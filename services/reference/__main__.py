@@ -36,10 +36,21 @@ async def _serve(args: ServiceArgs) -> None:
     section = config.section(settings, instance)
     connection = await asyncio.to_thread(connect, settings.store, verify=False)
     if rank_of_process()[0] > 0:
-        await follow(args, lambda hooks: build(settings, instance, connection, hooks))
+        await follow(
+            args,
+            lambda hooks: build(settings, instance, connection, hooks),
+            takes_shifts=bool(section.offload),
+            side="references",
+        )
         return
     device_thread = DeviceThread()
-    role = await load(args, device_thread, lambda hooks: build(settings, instance, connection, hooks))
+    role = await load(
+        args,
+        device_thread,
+        lambda hooks: build(settings, instance, connection, hooks),
+        takes_shifts=bool(section.offload),
+        side="references",
+    )
     fence = Fence(lambda: read_ctl(connection, settings.run.name))
     calls = ColumnCalls(role, device_thread, fence, section.token_budget)
     server = make_server(settings, section, f"references.{args.worker}", max_age_s=REPLICA_AGE_S)

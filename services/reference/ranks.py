@@ -2,19 +2,23 @@
 tensors and no gRPC.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rolecall.columns import TEACHER, TOPK_IDS, TOPK_LOGPROBS, reference_column
 from rolecall.data.model_files import vocab_size
-from rolecall.errors import ConfigError
+from rolecall.errors import ConfigError, ConflictError
 from rolecall.settings import RunSettings
+from rolecall.shifts import Post
 from rolecall.store.connection import Connection
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.packing.pack import unpack
 from rolecall.training.serving.hooks import UNWATCHED, ProcessHooks
-from rolecall.training.step.role_ranks import ColumnRanks
+from rolecall.training.step.rank_context import StoreRankContext
+from rolecall.training.step.role_ranks import ColumnRanks, RoleColumns
 from rolecall.training.step.start import start_store_context
+from rolecall.v1 import training_pb2
+from rolecall.v1.trajectory_pb2 import RowRef
 from rolecall.wire import Array
 from services.reference import config
 
@@ -72,10 +76,46 @@ def columns_by_prefix(settings: RunSettings, instance: str) -> dict[str, Referen
     return own | {TEACHER: TeacherRanking(Wanted(top_k=distillation.top_k, num_ids=num_ids))}
 
 
-def build(settings: RunSettings, instance: str, connection: Connection, hooks: ProcessHooks = UNWATCHED) -> ColumnRanks:
+class ReferenceRanks(ColumnRanks):
+    """A reference over the ranks of a group, which holds memory of a device that it leaves to others in the references'
+    shift alone: from a column that is asked for to Offload.
+    """
+
+    def __init__(self, context: StoreRankContext, columns: Mapping[str, RoleColumns], post: Post | None) -> None:
+        """`post`, where it leaves its device to others, is this rank's own: a rank may outlive the first for a while.
+        It has left when this returns.
+        """
+        super().__init__(context, columns)
+        self._post = post
+        if post is not None:
+            context.state.offload()
+
+    def _compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
+        if self._post is not None:
+            self.group.agree(self._enter)
+            self._move([training_pb2.STATE_PART_PARAMETERS], to_host=False)
+        return super()._compute(rows, prefix)
+
+    def _enter(self) -> None:
+        assert self._post is not None
+        if not self._post.take():
+            raise ConflictError(
+                "the devices are not the references' now; ask for columns in their shift (rolecall/shifts.py)"
+            )
+
+    def _move(self, parts: Sequence[training_pb2.StatePart.ValueType], to_host: bool) -> None:
+        super()._move(parts, to_host)
+        if to_host and self._post is not None:
+            self._post.leave()
+
+
+def build(
+    settings: RunSettings, instance: str, connection: Connection, hooks: ProcessHooks = UNWATCHED
+) -> ReferenceRanks:
     """Starts the reference on this rank, its model loaded; a collective. ConfigError."""
     section, path = config.section(settings, instance), config.model_path(settings, instance)
     context = start_store_context(
         settings, section, connection, path=path, head="policy", optimizer=None, total_steps=1, hooks=hooks
     )
-    return ColumnRanks(context, columns_by_prefix(settings, instance))
+    post = Post(settings.run.dir, "references") if section.offload else None
+    return ReferenceRanks(context, columns_by_prefix(settings, instance), post)

@@ -26,6 +26,9 @@ class ReferenceServicer(reference_pb2_grpc.ReferenceServiceServicer):
     ) -> training_pb2.ComputeColumnResponse:
         return await self._calls.compute(request)
 
+    async def Offload(self, request: training_pb2.OffloadRequest, context: Context) -> training_pb2.OffloadResponse:
+        return await self._calls.offload(request)
+
     async def GetInfo(
         self, request: reference_pb2.GetReferenceInfoRequest, context: Context
     ) -> reference_pb2.GetReferenceInfoResponse:

@@ -61,7 +61,7 @@ def write_config(
         },
         "actor": {"train_timeout_s": 120.0, "compute_timeout_s": 60.0, "hang_s": hang_s},
         "critic": {},
-        "references": {"ref": {}},
+        "references": {"ref": {"offload": takes_shifts or None}},
         "reward": {
             "components": {
                 "hashed": {

@@ -78,7 +78,7 @@ SHIFT_PHASES: dict[str, tuple[str, ...]] = {
     "rollout": ("sleep:start", "sleep:end", "wake:start", "wake:end", "receive:bucket-1", "sample:middle"),
     "actor": ("move:offload", "move:offloaded", "move:onload", "move:onloaded", "train:middle", "publish:bucket-1"),
     "critic": ("move:offload", "move:offloaded", "move:onload", "move:onloaded", "train:middle", "compute:start"),
-    "reference": PHASES["reference"],
+    "reference": ("move:offload", "move:offloaded", *PHASES["reference"]),
     "reward": PHASES["reward"],
     "scorer": (),
 }

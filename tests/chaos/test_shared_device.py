@@ -16,9 +16,21 @@ from tests.chaos.runs import WORKERS, drive, light_chaos, require_room
 from tests.twins.device import CACHE, MIB, WEIGHTS, TwinDevice, held_by
 
 LEASE_S, HANG_S = 2.0, 6.0
-PHASES = {"rollout-0": SHIFT_PHASES["rollout"], "actor": SHIFT_PHASES["actor"], "critic": SHIFT_PHASES["critic"]}
+PHASES = {
+    "rollout-0": SHIFT_PHASES["rollout"],
+    "ref": ("compute:start", "compute:computed", "move:offload", "move:offloaded"),
+    "actor": SHIFT_PHASES["actor"],
+    "critic": SHIFT_PHASES["critic"],
+}
 EVERY_PHASE = [(worker, phase) for worker, phases in PHASES.items() for phase in phases]
-BRIEF = [("rollout-0", "sleep:start"), ("actor", "move:onload"), ("rollout-0", "wake:end"), ("actor", "move:offload")]
+BRIEF = [
+    ("rollout-0", "sleep:start"),
+    ("ref", "compute:computed"),
+    ("actor", "move:onload"),
+    ("ref", "move:offload"),
+    ("rollout-0", "wake:end"),
+    ("actor", "move:offload"),
+]
 
 
 @pytest.fixture
@@ -34,7 +46,7 @@ def kills(at: list[tuple[str, str]]) -> Iterator[Fault]:
         yield Fault(number, worker, Kind.KILL, worker, phase, 0.5)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("at", "max_staleness"),
     [

@@ -21,14 +21,14 @@ from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics
 from rolecall.training.serving.trainer import Progress
 from rolecall.trajectory import seed_of
-from rolecall.v1 import actor_pb2, weights_pb2
+from rolecall.v1 import actor_pb2, training_pb2, weights_pb2
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch, TrajectoryMeta
 from rolecall.weights.transferred import encode_fingerprints
 from rolecall.wire import decode_tensor, encode_tensor
 from tests import attestation
 from tests.chaos.channel import SocketSender
 from tests.chaos.wiring import Hook, checker_connection, wire_of
-from tests.twins.device import REFERENCE, TrainerState, device_of
+from tests.twins.device import ReferenceMemory, TrainerState, device_of
 from tests.twins.trainer import ActorTwin, ColumnTwin, Row, TrainerTwin
 from tests.twins.weights import bits_of, digest_of, fingerprints_of, initial, numbers_of, token_of, trained
 
@@ -59,9 +59,16 @@ class ChaosReference(WeightedColumn):
     def __init__(self, settings: RunSettings, connection: Connection, hook: Hook, instance: str) -> None:
         super().__init__(settings, connection, hook)
         self.column = reference_column(instance)
-        self._device = device_of(settings, instance)
-        if self._device is not None:
-            self._device.hold("weights", REFERENCE)
+        self._memory = ReferenceMemory(settings, instance)
+
+    def compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
+        self._memory.need()
+        return super().compute(rows, prefix)
+
+    def move(self, parts: Sequence[training_pb2.StatePart.ValueType], *, to_host: bool) -> None:
+        self.at("move:offload")
+        self._memory.leave()
+        self.at("move:offloaded")
 
 
 class Journal:

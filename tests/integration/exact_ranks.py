@@ -248,7 +248,7 @@ class Rank:
                 for indices, microbatch, output in zip(plan.microbatches, packed, seen, strict=True):
                     outputs.update(zip(indices, _columns(output, microbatch.lengths), strict=True))
             if isinstance(loss, PolicyObjective) and (weight := CorrectionSection(**job.correction).weight):
-                group = CommandGroup.of_default(slot_size=layout.world_size // layout.data_size)
+                group = CommandGroup.of_default(parallel=ParallelSection(**job.parallel))
                 mean = mean_weight(group, packed, weight) if weight.normalize else 1.0
                 loss = replace(loss, mean_weight=mean)
             covariance = policy_algorithm(job).policy_loss

@@ -49,6 +49,9 @@ class LightTeacher(reference_pb2_grpc.ReferenceServiceServicer):
             num_already_written=await asyncio.to_thread(self.store.rows.put, refs, columns)
         )
 
+    async def Offload(self, request: training_pb2.OffloadRequest, context: Any) -> training_pb2.OffloadResponse:
+        return training_pb2.OffloadResponse()
+
     async def GetInfo(
         self, request: reference_pb2.GetReferenceInfoRequest, context: Any
     ) -> reference_pb2.GetReferenceInfoResponse:

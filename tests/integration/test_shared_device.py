@@ -9,19 +9,37 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rolecall.columns import reference_column
 from rolecall.data.dataset import load_prompts
-from rolecall.errors import BudgetSpentError
+from rolecall.errors import BudgetSpentError, DeadlineError, UnavailableError
+from rolecall.rpc.fence import Fence
 from rolecall.store.budget import STORE_SHARE, PromptBytes, StoreBudget
+from rolecall.store.sealed import read_ctl
+from rolecall.training.serving.calls import ColumnCalls
+from rolecall.training.serving.device_thread import DeviceThread
+from rolecall.training.serving.serve import on_shift
 from rolecall.training.serving.trainer import Progress
-from rolecall.v1 import controller_pb2
-from rolecall.v1.trajectory_pb2 import TrainBatch, TrajectoryMeta
+from rolecall.v1 import controller_pb2, reference_pb2_grpc, training_pb2
+from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch, TrajectoryMeta
+from services.reference.service import ReferenceServicer
 from services.rollout.sampling import Probed, Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine
-from tests.twins.device import MIB, EngineMemory, TrainerState, TwinDevice, device_of, held_by
-from tests.twins.run import LightRun, TwinRun, balance, check_trained_once
-from tests.twins.trainer import ActorTwin, Row, TrainerTwin
+from tests.ports import free_port
+from tests.twins.device import (
+    MIB,
+    REFERENCE,
+    EngineMemory,
+    ReferenceMemory,
+    TrainerState,
+    TwinDevice,
+    device_of,
+    held_by,
+)
+from tests.twins.run import LightRun, TwinRun, balance, check_trained_once, served
+from tests.twins.trainer import ActorTwin, ColumnTwin, Row, TrainerTwin
 from tests.waiting import until
 
 
@@ -59,7 +77,7 @@ class SharingEngine(ScriptedEngine):
 
 
 class SharingTrainer(TrainerTwin):
-    """A trainer on the run's device, which notes what rollouts have there while it learns."""
+    """A trainer on the run's device, which notes what rollouts and a reference have there while it learns."""
 
     def share(self, run: TwinRun, who: str) -> None:
         """Takes its place."""
@@ -70,7 +88,8 @@ class SharingTrainer(TrainerTwin):
     def learn(
         self, batch: TrainBatch, rows: Sequence[Row], metas: Sequence[TrajectoryMeta], progress: Progress
     ) -> None:
-        self.beside.add(held_by(self.device).get("rollout-0", 0))
+        held = held_by(self.device)
+        self.beside.add(held.get("rollout-0", 0) + held.get("ref", 0))
         super().learn(batch, rows, metas, progress)
 
 
@@ -78,9 +97,54 @@ class SharingActor(SharingTrainer, ActorTwin):
     """An actor that does so."""
 
 
-def share(run: TwinRun) -> SharingActor:
+class SharingReference(ColumnTwin):
+    """A reference on the run's device, which notes who else is there while it scores."""
+
+    def __init__(self, run: TwinRun) -> None:
+        super().__init__(run.store.rows)
+        self._memory = ReferenceMemory(run.settings, "ref")
+        self._device = run.settings.run.dir.parent / "device"
+        self.beside: set[int] = set()
+
+    def columns_of(self, row: Row) -> Row:
+        return {reference_column("ref"): row["response_mask"].astype(np.float32) * np.float32(-1)}
+
+    def compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
+        self._memory.need()
+        self.beside.add(sum(number for who, number in held_by(self._device).items() if who != "ref"))
+        return super().compute(rows, prefix)
+
+    def move(self, parts: Sequence[training_pb2.StatePart.ValueType], *, to_host: bool) -> None:
+        self._memory.leave()
+
+
+async def serve_reference(run: TwinRun) -> SharingReference:
+    """Serves it where its section says, once its shift has come, as a process of its own does."""
+    async with on_shift(run.settings, bool(run.settings.references["ref"].offload), "references"):
+        reference = SharingReference(run)
+    calls = ColumnCalls(reference, DeviceThread(), Fence(lambda: read_ctl(run.store.connection, run.store.run)), 2**20)
+    calls.start()
+    run.stack.push_async_callback(calls.close)
+    servicer = ReferenceServicer(reference, calls, "ref", "ref.1")
+    add, bind = reference_pb2_grpc.add_ReferenceServiceServicer_to_server, str(run.settings.references["ref"].address)
+    await served(run.stack, add, servicer, "rolecall.v1.ReferenceService", bind)
+    return reference
+
+
+def scored(offload: bool | None = True, **controller: float) -> dict[str, Any]:
+    """Sections of a run whose loss reads what a reference says, which is on the device, too."""
+    return {
+        "rollout": SHARED,
+        "algorithm": {"groups_per_batch": 4, "kl": {"reference": "ref", "kl_coef": 0.1, "placement": "loss"}},
+        "references": {"ref": {"address": f"127.0.0.1:{free_port()}", "offload": offload}},
+        "controller": controller,
+    }
+
+
+def share(run: TwinRun, trains_on: Sequence[str] = ActorTwin.trains_on) -> SharingActor:
     """Puts the actor of `run` on its device."""
     actor = SharingActor(run.store.rows)
+    actor.trains_on = tuple(trains_on)
     actor.share(run, "actor")
     run.actor.restart(actor)
     return actor
@@ -126,6 +190,53 @@ async def test_a_side_is_alone_on_the_device_and_nothing_else_of_a_run_changes(
         versions = [version for _, version in actor.publishes]
         assert [step for step, _ in actor.publishes] == [0, 1, 2, 3, 4]
         assert versions == sorted(versions)
+
+
+async def test_a_reference_is_on_the_device_while_it_scores_a_batch_and_alone_then(light_run: LightRun) -> None:
+    async with light_run(**scored()) as run:
+        actor = share(run, (*ActorTwin.trains_on, reference_column("ref")))
+        async with run.controller() as life:
+            reference, engine = await serve_reference(run), SharingEngine(run)
+            async with run.rollout("rollout-0", engine=engine):
+                await life.ends()
+        check_trained_once(actor, 3 * 4 * 2)
+        assert reference.columns_asked == [(0, 8)] * 3
+        assert (engine.beside, reference.beside, actor.beside) == ({0}, {0}, {0})
+        for step in run.metrics():
+            assert 0 < step["shift/to_scoring_s"] + step["shift/to_training_s"] < step["time/shift_s"]
+            assert 0 < step["time/references_s"] < step["time/step_s"]
+
+
+async def test_a_reference_that_is_to_stay_scores_groups_as_they_land(light_run: LightRun) -> None:
+    async with light_run(**scored(offload=False)) as run:
+        actor = share(run, (*ActorTwin.trains_on, reference_column("ref")))
+        async with run.controller() as life:
+            reference, engine = await serve_reference(run), SharingEngine(run)
+            async with run.rollout("rollout-0", engine=engine):
+                await life.ends()
+        check_trained_once(actor, 3 * 4 * 2)
+        assert sum(number for _, number in reference.columns_asked) == 24
+        assert len(reference.columns_asked) > 3
+        assert (engine.beside, actor.beside) == ({REFERENCE}, {REFERENCE})
+        assert all("shift/to_scoring_s" not in step for step in run.metrics())
+
+
+async def test_a_reference_that_is_away_is_asked_again_and_one_that_stays_away_ends_the_run(
+    light_run: LightRun,
+) -> None:
+    async with light_run(**scored(stall_timeout_s=2.0)) as run:
+        share(run)
+        async with run.controller() as life:
+            reference = await serve_reference(run)
+            async with run.rollout("rollout-0", engine=SharingEngine(run)):
+                reference.column_failures.extend([UnavailableError("it ends"), DeadlineError("it is late")])
+                await life.reaches(1)
+                assert len(reference.columns_asked) >= 3
+                reference.column_failures.extend([UnavailableError("it is gone")] * 1000)
+                with pytest.raises(
+                    BudgetSpentError, match=r"reference ref did not score .*stall_timeout_s = 2 s.* gone"
+                ):
+                    await life.ends()
 
 
 class Unanswering(SharingEngine):

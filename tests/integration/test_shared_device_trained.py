@@ -1,5 +1,6 @@
-"""A run of a real model whose rollouts and trainer take shifts: the FSDP actor in a process of its own, whose state is
-moved to the host and back, and plain transformers in vLLM's place, whose weights are gone while they sleep.
+"""A run of a real model whose rollouts, trainer and reference take shifts: the FSDP actor and a reference in processes
+of their own, whose state is moved to the host and back, and plain transformers in vLLM's place, whose weights are gone
+while they sleep.
 
 vLLM gives no memory up on CPUs. What arrives after a sleep came over the real channel, or it would not be a number.
 """
@@ -20,11 +21,11 @@ from tests.ports import free_port
 from tests.tiny_models import write_qwen3
 from tests.tiny_tokenizer import write_tokenizer
 from tests.twins.channel_engine import PolicyEngine
-from tests.twins.processes import ranks_together, started
+from tests.twins.processes import Command, ranks_together, started
 from tests.twins.run import twin_run
 
 NUM_STEPS = 3
-SAME = ("reward/mean", "actor/grad_norm", "actor/policy_loss", "actor/mismatch_max")
+SAME = ("reward/mean", "actor/grad_norm", "actor/policy_loss", "actor/reference_kl", "actor/mismatch_max")
 
 
 class SleepingPolicy(PolicyEngine):
@@ -69,7 +70,12 @@ async def test_a_model_trained_in_shifts_becomes_what_it_becomes_without(
             "model": {"path": str(model), "dtype": "float32"},
             "actor": {"address": f"127.0.0.1:{free_port()}", "num_threads": 1, "optimizer": {"learning_rate": 1e-3}},
             "sampling": {"num_responses": 2, "max_tokens": 8},
-            "algorithm": {"groups_per_batch": 4, "num_minibatches": 2},
+            "algorithm": {
+                "groups_per_batch": 4,
+                "num_minibatches": 2,
+                "kl": {"reference": "ref", "kl_coef": 0.1, "placement": "loss"},
+            },
+            "references": {"ref": {"address": f"127.0.0.1:{free_port()}", "offload": in_shifts or None}},
             "rollout": {"sleep_mode": in_shifts, "max_groups": 4},
             # the machine may be busy with other tests
             "controller": {"lease_s": 30.0, "start_timeout_s": 300.0, "stall_timeout_s": 100.0},
@@ -78,11 +84,11 @@ async def test_a_model_trained_in_shifts_becomes_what_it_becomes_without(
         async with twin_run(of_its_own, tmp_path / name, make_settings, score=score, **sections) as run:
             config = write_config(run.settings)
             engine = SleepingPolicy(model)
-            commands = [
-                each._replace(environment={"ROLECALL_STORE_URL": store.url}) for each in ranks_together(config, 1)
-            ]
+            environment = {"ROLECALL_STORE_URL": store.url}
+            actor = [each._replace(environment=environment) for each in ranks_together(config, 1)]
+            reference = [Command([str(config), "--name", "ref"], "reference", environment)]
             try:
-                async with started(config, commands), run.controller() as life:
+                async with started(config, actor), started(config, reference, "reference"), run.controller() as life:
                     async with run.rollout("rollout-0", engine=engine):
                         await life.ends()
             finally:

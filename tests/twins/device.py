@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rolecall.errors import DeviceFullError
+from rolecall.errors import ConflictError, DeviceFullError
 from rolecall.settings import RunSettings
+from rolecall.shifts import Post
 from rolecall.v1 import training_pb2
 
 MIB = 2**20
@@ -25,21 +26,23 @@ PARTS = {
 """Bytes of a trainer's state; between steps there are no gradients."""
 WEIGHTS, CACHE = 4 * MIB, 16 * MIB
 """Bytes of a rollout."""
-REFERENCE = 4 * MIB
+REFERENCE = 24 * MIB
+"""Bytes of a reference: too many beside the rollouts, or beside trainers that hold all their state."""
 OVERFLOW = ".overflow"
 """A file on the device that says what was once too much for it."""
 
 
 def device_of(settings: RunSettings, who: str) -> "TwinDevice | None":
-    """The device that the roles of a run share, as `who` sees it: it has room for each shift, and for no rollout beside
-    trainers that hold all their state. None where they share none.
+    """The device that the roles of a run share, as `who` sees it: it has room for each shift, and for no rollout or
+    reference that takes shifts beside trainers that hold all their state. None where they share none.
     """
     if not settings.takes_shifts:
         return None
     trainers, rollouts = 1 + (settings.critic is not None), settings.rollout.num_replicas
-    resident = REFERENCE * len(settings.references)
+    scoring = REFERENCE * len(settings.references_in_shifts)
+    resident = REFERENCE * len(settings.references) - scoring
     publishing = rollouts * (WEIGHTS + CACHE) + PARTS[training_pb2.STATE_PART_PARAMETERS]
-    capacity = resident + max(trainers * sum(PARTS.values()), publishing)
+    capacity = resident + max(trainers * sum(PARTS.values()), publishing, scoring)
     assert resident + trainers * sum(PARTS.values()) + WEIGHTS + CACHE > capacity
     return TwinDevice(settings.run.dir.parent / "device", who, capacity)
 
@@ -89,6 +92,35 @@ class TrainerState:
         if self._device is not None:
             for part in parts or PARTS:
                 self._device.hold(training_pb2.StatePart.Name(part), 0 if to_host else PARTS[part], checked=checked)
+
+
+class ReferenceMemory:
+    """A reference's weights on a device, as services/reference/ranks.py has them: gone once they are loaded where it
+    takes shifts, and there from the next column on.
+    """
+
+    def __init__(self, settings: RunSettings, who: str) -> None:
+        self._device = device_of(settings, who)
+        self._post = Post(settings.run.dir, "references") if settings.references[who].offload else None
+        self._hold(REFERENCE, checked=False)
+        if self._post is not None:
+            self._hold(0)
+
+    def need(self) -> None:
+        """Has them. ConflictError in the shift of others; DeviceFullError."""
+        if self._post is not None and not self._post.take():
+            raise ConflictError("the device is not the references' now")
+        self._hold(REFERENCE)
+
+    def leave(self) -> None:
+        """Has them in host memory."""
+        self._hold(0)
+        if self._post is not None:
+            self._post.leave()
+
+    def _hold(self, num_bytes: int, *, checked: bool = True) -> None:
+        if self._device is not None:
+            self._device.hold("weights", num_bytes, checked=checked)
 
 
 class TwinDevice:

@@ -272,6 +272,13 @@ async def served_reference(
     settings: RunSettings, instance: str, store: StoreUnderTest
 ) -> AsyncIterator[reference_pb2_grpc.ReferenceServiceStub]:
     """Serves the reference `instance`."""
+    async with served_reference_rig(settings, instance, store) as rig:
+        yield reference_pb2_grpc.ReferenceServiceStub(rig.channel)
+
+
+@asynccontextmanager
+async def served_reference_rig(settings: RunSettings, instance: str, store: StoreUnderTest) -> AsyncIterator[Rig]:
+    """Serves the reference `instance`."""
     connection = store.connect()
     device_thread = DeviceThread()
     engine = await _built(device_thread, lambda: reference_ranks.build(settings, instance, connection))
@@ -281,7 +288,7 @@ async def served_reference(
     servicer = ReferenceServicer(engine, calls, instance, "ref.1")
     server.add(reference_pb2_grpc.add_ReferenceServiceServicer_to_server, servicer, "rolecall.v1.ReferenceService")
     async with _served(settings, server, engine, calls) as rig:
-        yield reference_pb2_grpc.ReferenceServiceStub(rig.channel)
+        yield rig
 
 
 async def _built(device_thread: DeviceThread, build: Callable[[], Any]) -> Any:

@@ -71,6 +71,9 @@ class ColumnTwin:
             raise self.column_failures.popleft()
         return frozenset(written)
 
+    def move(self, parts: Sequence[training_pb2.StatePart.ValueType], *, to_host: bool) -> None:
+        """Has no device to leave."""
+
     def keep_alive(self) -> None:
         """Does nothing: it has no other rank."""
 

@@ -148,30 +148,46 @@ def test_a_shared_gpu_is_held_against_each_shift_with_the_bytes_that_are_missing
 def test_the_plan_of_a_shared_gpu_counts_who_stays_and_who_leaves(make_settings: MakeSettings) -> None:
     gae = {"groups_per_batch": 2, "advantage": {"kind": "gae"}, "kl": {"reference": "ref", "kl_coef": 0.1}}
 
-    def planned(critic: list[int], reference: list[int]) -> ShiftPlan:
+    def planned(critic: list[int], reference: list[int], **more: bool) -> ShiftPlan:
         settings = make_settings(
             actor={"devices": [0]},
             rollout={"devices": [[0]]},
             critic={"devices": critic},
             algorithm=gae,
-            references={"ref": {"devices": reference}},
+            references={"ref": {"devices": reference, **more}},
         )
         return plan_shifts(settings, SEVEN_B, gpu_memory_bytes())
 
-    apart, together = planned([1], [2]), planned([0], [0])
+    apart, together, staying = planned([1], [2]), planned([0], [0]), planned([0], [0], offload=False)
     assert together.trained == 2 * apart.trained
-    assert together.resident - apart.resident == 7e9 * 2 + 2 * CONTEXT_BYTES
+    assert together.resident - apart.resident == 2 * CONTEXT_BYTES
+    assert staying.resident - together.resident == 7e9 * 2
+    assert (apart.scored, together.scored, staying.scored) == (0, 7e9 * 2, 0)
+    assert together.scoring == together.resident + 7e9 * 2 + together.asleep
     assert together.parameters == apart.parameters
+    replace(together, trained=8e10).require_room()
+    with pytest.raises(
+        ConfigError, match=r"the references score .* 94,294,967,296 bytes of each, 8,395,621,376 more than .*num_ranks"
+    ):
+        replace(together, trained=8e10, scored=9e10).require_room()
+    with pytest.raises(ConfigError, match=r"leave references\.<name>\.offload out"):
+        replace(staying, trained=8e10).require_room()
 
 
 @pytest.mark.usefixtures("gpus")
 def test_rolecall_check_says_what_each_shift_takes(make_settings: MakeSettings, tmp_path: Path) -> None:
     run = {"name": "test", "dir": str(tmp_path), "num_steps": 1, "checkpoint_url": "memory://checkpoints"}
-    settings = make_settings(run=run, actor={"devices": [0]}, rollout={"devices": [[0]]})
-    said = "\n".join(memory_and_disk(settings, SEVEN_B))
+    shared = {"run": run, "actor": {"devices": [0]}, "rollout": {"devices": [[0]]}}
+    said = "\n".join(memory_and_disk(make_settings(**shared), SEVEN_B))
     for line in ("training: 106.8 GiB, rollouts asleep", "publishing: 28.5 GiB", "sampling: 768.0 MiB beside"):
         assert line in said
     assert "rollouts take 63% of the GPU" in said
+    assert "scoring" not in said
+    kl = {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}
+    beside = make_settings(**shared, algorithm=kl, references={"ref": {"devices": [0]}})
+    said = "\n".join(memory_and_disk(beside, SEVEN_B))
+    assert "scoring: 16.3 GiB, of which the references are 13.0 GiB, rollouts asleep and all state" in said
+    assert "sampling: 1.5 GiB beside the rollouts, all state of the trainers and references in host" in said
 
 
 def test_rollouts_on_cpus_are_not_told_to_sleep(make_settings: MakeSettings) -> None:
@@ -248,9 +264,9 @@ def test_a_reference_of_another_model_is_counted_by_that_one_s_files(
 
     own = settings({"path": str(path)})
     assert "\n  reference ref 0.0 MiB per rank x 1" in "\n".join(memory_and_disk(own, SEVEN_B))
-    the_policy_s = plan_shifts(settings({}), SEVEN_B, gpu_memory_bytes()).resident
+    the_policy_s = plan_shifts(settings({}), SEVEN_B, gpu_memory_bytes()).scored
     small = read_model(path).num_parameters
-    assert the_policy_s - plan_shifts(own, SEVEN_B, gpu_memory_bytes()).resident == 2 * (7e9 - small)
+    assert the_policy_s - plan_shifts(own, SEVEN_B, gpu_memory_bytes()).scored == 2 * (7e9 - small)
     elsewhere = {"actor": {"address": "elsewhere:1"}, "rollout": {"devices": [[1]]}}
     need = {"algorithm": {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}, **elsewhere}
     huge = make_settings(references={"ref": {"devices": [0]}}, **need)

@@ -11,7 +11,7 @@ from rolecall.rpc.fence import Fence
 from rolecall.training.serving.calls import ColumnCalls
 from rolecall.training.serving.column_batcher import ColumnBatcher, row_key
 from rolecall.training.serving.device_thread import DeviceThread
-from rolecall.v1.training_pb2 import ComputeColumnRequest
+from rolecall.v1.training_pb2 import ComputeColumnRequest, StatePart
 from rolecall.v1.trajectory_pb2 import RowRef
 from tests.waiting import until
 
@@ -50,6 +50,9 @@ class Ranks:
     def compute(self, rows: Sequence[RowRef], prefix: str) -> frozenset[str]:
         self.computed.append(len(rows))
         return frozenset()
+
+    def move(self, parts: Sequence[StatePart.ValueType], *, to_host: bool) -> None:
+        """Has no device to leave."""
 
     def keep_alive(self) -> None:
         """Has no other rank."""

@@ -1,6 +1,7 @@
 """How long the launcher waits for a process to join."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,26 @@ def test_the_wait_for_a_shift_is_not_a_start_that_hangs(tmp_path: Path, monkeypa
         assert locks.give_to("rollouts")
         assert "rollout" not in judged(0.9 * LIMIT_S)
         assert "rollout" in judged(0.2 * LIMIT_S)
+    locks.close()
+
+
+def test_a_reference_waits_for_its_shift_where_it_takes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("rolecall.launcher.joining.time", clock)
+    joining = Joining(ControllerSection(start_timeout_s=LIMIT_S), tmp_path, ["sharing"])
+    locks = ShiftLocks(tmp_path)
+    with subprocess.Popen(["true"]) as process:
+        began = start_of("reference", process, clock.now)
+        running = {
+            name: replace(began, worker=replace(began.worker, name=name), incarnation=name)
+            for name in ("sharing", "apart")
+        }
+        assert locks.give_to("trainers")
+        clock.now += 1.1 * LIMIT_S
+        assert [name for name, _ in joining.judge([], running, 0.0, ())] == ["apart"]
+        assert locks.give_to("references")
+        clock.now += 1.1 * LIMIT_S
+        assert "sharing" in dict(joining.judge([], running, 0.0, ()))
     locks.close()
 
 

@@ -37,12 +37,27 @@ def test_no_evaluation_goes_on_while_rollouts_sleep(make_settings: MakeSettings)
         make_settings(**SHARED, **beside)
 
 
+def test_a_reference_leaves_the_gpus_of_the_rollouts_unless_it_is_to_stay(make_settings: MakeSettings) -> None:
+    kl = {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}
+
+    def in_shifts(**reference: Any) -> tuple[str, ...]:
+        return make_settings(**SHARED, algorithm=kl, references={"ref": reference}).references_in_shifts
+
+    assert in_shifts(devices=[0]) == in_shifts(offload=True) == ("ref",)
+    assert in_shifts(devices=[0], offload=False) == in_shifts(devices=[1]) == ()
+    assert in_shifts(devices=[0], address="elsewhere:1") == (), "it has the GPU of another machine"
+    with pytest.raises(ValidationError, match=r"references\.ref\.offload: rollouts and trainers share no devices"):
+        make_settings(algorithm=kl, references={"ref": {"offload": True}})
+
+
 def test_roles_read_from_the_resolved_file_that_they_take_shifts(make_settings: MakeSettings) -> None:
-    settings = make_settings(**SHARED)
+    kl = {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}
+    settings = make_settings(**SHARED, algorithm=kl, references={"ref": {"devices": [0]}})
     settings.run.dir.mkdir(parents=True)
     written = load_settings(write_config(resolve(settings)))
     assert written.actor.address is not None
     assert written.takes_shifts
+    assert written.references_in_shifts == ("ref",)
     assert yaml.safe_load((settings.run.dir / "config.yaml").read_text())["rollout"]["sleep_mode"] is True
 
 
@@ -94,5 +109,9 @@ def test_who_takes_shifts_is_started_by_one_launcher(make_settings: MakeSettings
     for sections in ({"actor": {"address": "elsewhere:1"}}, {"controller": {"address": "elsewhere:1"}}):
         with pytest.raises(ConfigError, match=r"started by one `rolecall train`.*remove \w+\.address"):
             resolve(make_settings(**sections, rollout={"sleep_mode": True}))
+    kl = {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}
+    elsewhere = {"algorithm": kl, "references": {"ref": {"address": "elsewhere:1", "offload": True}}}
+    with pytest.raises(ConfigError, match=r"remove references\.ref\.address"):
+        resolve(make_settings(**elsewhere, rollout={"sleep_mode": True}))
     with pytest.raises(ConfigError, match=r"remove rollout\.num_replicas 0"):
         resolve(make_settings(rollout={"sleep_mode": True, "num_replicas": 0}))

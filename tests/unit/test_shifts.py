@@ -1,5 +1,6 @@
 """Shifts on shared devices: the locks by which nobody is on a device together with the other side."""
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.shifts import Post, ShiftLocks, Side, is_shift_of
+from rolecall.shifts import SIDES, Post, ShiftLocks, Side, is_shift_of
 
 TAKES = "import sys; from rolecall.shifts import Post; from pathlib import Path\n"
 TAKES += "print(Post(Path(sys.argv[1]), 'rollouts').take(), flush=True); sys.stdin.read()"
@@ -22,18 +23,18 @@ def locks(tmp_path: Path) -> Iterator[ShiftLocks]:
 
 def test_nobody_begins_without_a_controller(tmp_path: Path) -> None:
     assert not Post(tmp_path, "rollouts").take()
+    assert not Post(tmp_path, "references").take()
     assert not Post(tmp_path, "trainers").take()
-    assert not is_shift_of("rollouts", tmp_path)
-    assert not is_shift_of("trainers", tmp_path)
+    assert not any(is_shift_of(side, tmp_path) for side in SIDES)
 
 
-@pytest.mark.parametrize(("side", "other"), [("rollouts", "trainers"), ("trainers", "rollouts")])
+@pytest.mark.parametrize(("side", "other"), list(itertools.permutations(SIDES, 2)))
 def test_a_side_has_the_devices_to_itself_until_all_of_it_have_left(
     tmp_path: Path, locks: ShiftLocks, side: Side, other: Side
 ) -> None:
     first, second, opposite = Post(tmp_path, side), Post(tmp_path, side), Post(tmp_path, other)
     assert locks.give_to(side)
-    assert is_shift_of(side, tmp_path)
+    assert [each for each in SIDES if is_shift_of(each, tmp_path)] == [side]
     assert first.take()
     assert second.take()
     assert first.take()  # again

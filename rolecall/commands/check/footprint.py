@@ -138,6 +138,11 @@ def _gathered(settings: RunSettings, weights: float) -> Iterator[str]:
 
 def _shifts(plan: ShiftPlan) -> Iterator[str]:
     yield "  shared GPUs, each (estimates without activations), in every shift of a step:"
+    if plan.scored:
+        yield (
+            f"    scoring: {in_bytes(plan.scoring)}, of which the references are {in_bytes(plan.scored)}, rollouts "
+            "asleep and all state of the trainers in host memory"
+        )
     yield f"    training: {in_bytes(plan.training)}, rollouts asleep"
     share = "" if plan.share is None else f", and rollouts take {plan.share:.0%} of the GPU"
     yield (
@@ -145,7 +150,8 @@ def _shifts(plan: ShiftPlan) -> Iterator[str]:
         f"{in_bytes(plan.parameters)} and weights on their way {in_bytes(plan.passing)}, beside a rollout of at least "
         f"{in_bytes(plan.rollout)}{share}"
     )
-    yield f"    sampling: {in_bytes(plan.resident)} beside the rollouts, all state of the trainers in host memory"
+    away = " and references" if plan.scored else ""
+    yield f"    sampling: {in_bytes(plan.resident)} beside the rollouts, all state of the trainers{away} in host memory"
 
 
 def _trained_per_rank(

@@ -10,6 +10,7 @@ from rolecall.settings.section import ServiceSection
 
 if TYPE_CHECKING:
     from rolecall.settings.run import RunSettings
+    from rolecall.settings.trainers import ReferenceSection
 
 
 def shares_devices(settings: "RunSettings") -> bool:
@@ -29,6 +30,27 @@ def shares_devices(settings: "RunSettings") -> bool:
     if shared:
         _check_shared(settings, set(rollouts), others)
     return bool(shared)
+
+
+def references_beside(settings: "RunSettings") -> dict[str, "ReferenceSection"]:
+    """The references, `offload` set where one is on GPUs of the rollouts and says nothing of it."""
+    rollouts, others = _rollouts(settings), _others(settings)
+    return {
+        name: section.model_copy(update={"offload": True})
+        if section.offload is None and set(rollouts) & set(others.get(f"references.{name}", ()))
+        else section
+        for name, section in settings.references.items()
+    }
+
+
+def check_offload(settings: "RunSettings") -> None:
+    """ValueError for a reference that is to leave devices to others, where none are shared."""
+    for name, section in settings.references.items():
+        if section.offload and not settings.takes_shifts:
+            raise ValueError(
+                f"references.{name}.offload: rollouts and trainers share no devices that it could leave to them; leave "
+                "it out"
+            )
 
 
 def check_num_replicas(settings: "RunSettings") -> None:

@@ -295,9 +295,9 @@ def require_room(device: torch.device, num_bytes: int) -> None:
     while device.type == "cuda" and (missing := num_bytes - torch.cuda.mem_get_info(device)[0]) > 0:
         if time.monotonic() > give_up_at:
             raise DeviceFullError(
-                f"{device} lacks {missing:,} of the {num_bytes:,} bytes that this trainer's state takes there, beside "
-                "what other roles keep; move references to other devices, set optimizer.offload, or use a "
-                "smaller model (`rolecall check` says what each takes)"
+                f"{device} lacks {missing:,} of the {num_bytes:,} bytes that this role's state takes there, beside "
+                "what other roles keep; leave references.<name>.offload out, move references to other devices, set "
+                "optimizer.offload, or use a smaller model (`rolecall check` says what each takes)"
             )
         time.sleep(0.1)
 

@@ -63,6 +63,23 @@ class ColumnCalls:
             )
         return await self._batchers[request.prefix].compute(request.rows)
 
+    async def offload(self, request: training_pb2.OffloadRequest) -> training_pb2.OffloadResponse:
+        """Moves state to host memory. FencedError, InvalidInputError."""
+        await self.fence.check(request.ctl)
+        await self._in_turn(request.ctl, lambda: self._role.move(request.parts, to_host=True), "offloading")
+        return training_pb2.OffloadResponse()
+
+    async def _in_turn(self, ctl: int, work: Callable[[], T], phase: str) -> T:
+        """`work` for the controller `ctl`, which may have been replaced while this waited for the device: FencedError
+        then, and nothing is done.
+        """
+
+        def fenced() -> T:
+            self.fence.require(ctl)
+            return work()
+
+        return await self.device_thread.run(fenced, phase)
+
     async def drain(self) -> None:
         """Lets what is under way finish; nothing, for a column."""
 
@@ -127,17 +144,6 @@ class TrainerCalls(ColumnCalls):
         async for response in self._saves.save(request.path, request.step, begin):
             yield response
 
-    async def _in_turn(self, ctl: int, work: Callable[[], T], phase: str) -> T:
-        """`work` for the controller `ctl`, which may have been replaced while this waited for the device: FencedError
-        then, and nothing is done.
-        """
-
-        def fenced() -> T:
-            self.fence.require(ctl)
-            return work()
-
-        return await self.device_thread.run(fenced, phase)
-
     def _save(self, step: int, path: str) -> Written:
         applied = self._trainer.applied.step
         if step != applied:
@@ -165,12 +171,6 @@ class TrainerCalls(ColumnCalls):
         require_inside(request.path, self._checkpoints, "path")
         for file in request.files:
             require_inside(f"{request.path.rstrip('/')}/{file.name}", request.path, "files.name")
-
-    async def offload(self, request: training_pb2.OffloadRequest) -> training_pb2.OffloadResponse:
-        """Moves state to host memory. FencedError, InvalidInputError."""
-        await self.fence.check(request.ctl)
-        await self._in_turn(request.ctl, lambda: self._trainer.move(request.parts, to_host=True), "offloading")
-        return training_pb2.OffloadResponse()
 
     async def onload(self, request: training_pb2.OnloadRequest) -> training_pb2.OnloadResponse:
         """Moves state back. FencedError, InvalidInputError."""

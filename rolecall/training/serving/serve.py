@@ -15,7 +15,7 @@ from rolecall.rpc.membership import Membership
 from rolecall.rpc.role_process import ServiceArgs, serve, stop_requested, way_out, way_to_stop
 from rolecall.rpc.server import Server
 from rolecall.settings import RunSettings, TrainerSection
-from rolecall.shifts import Post
+from rolecall.shifts import Post, Side
 from rolecall.telemetry import show_states
 from rolecall.training.serving.calls import DRAIN_S, ColumnCalls
 from rolecall.training.serving.device_thread import DeviceThread
@@ -34,15 +34,20 @@ E = TypeVar("E")
 
 
 async def load(
-    args: ServiceArgs, device_thread: DeviceThread, build: Callable[[ProcessHooks], E], *, takes_shifts: bool = False
+    args: ServiceArgs,
+    device_thread: DeviceThread,
+    build: Callable[[ProcessHooks], E],
+    *,
+    takes_shifts: bool = False,
+    side: Side = "trainers",
 ) -> E:
-    """Rank 0: builds the role in the device thread, once it is the trainers' shift where it `takes_shifts`.
+    """Rank 0: builds the role in the device thread, once it is the shift of its `side` where it `takes_shifts`.
     DeadlineError when the model is not loaded within controller.start_timeout_s.
     """
     timeout_s = args.settings.controller.start_timeout_s
     hooks = ProcessHooks(args.worker, device_thread.progressed, way_out(args.worker), stop=way_to_stop())
     try:
-        async with on_shift(args.settings, takes_shifts), asyncio.timeout(timeout_s):
+        async with on_shift(args.settings, takes_shifts, side), asyncio.timeout(timeout_s):
             return await device_thread.run(lambda: build(hooks), "loading the model")
     except TimeoutError as error:
         raise DeadlineError(
@@ -50,25 +55,31 @@ async def load(
         ) from error
 
 
-async def follow(args: ServiceArgs, build: Callable[[ProcessHooks], Follower], *, takes_shifts: bool = False) -> None:
+async def follow(
+    args: ServiceArgs,
+    build: Callable[[ProcessHooks], Follower],
+    *,
+    takes_shifts: bool = False,
+    side: Side = "trainers",
+) -> None:
     """The other ranks: builds, as rank 0 does, and obeys it until it stops the group. They leave when rank 0 says so,
     whom a signal is passed on to, and at once when it is lost. Where it was stopped, so were they.
     """
     stopping = stop_requested()
     hooks = ProcessHooks(args.worker, lost=way_out(args.worker), is_stopping=stopping.is_set)
-    async with on_shift(args.settings, takes_shifts):
+    async with on_shift(args.settings, takes_shifts, side):
         role = await asyncio.to_thread(build, hooks)
     if not await asyncio.to_thread(role.follow):
         stopping.set()
 
 
 @asynccontextmanager
-async def on_shift(settings: RunSettings, takes_shifts: bool) -> AsyncIterator[None]:
-    """Entered in the trainers' shift; while inside, it goes on."""
+async def on_shift(settings: RunSettings, takes_shifts: bool, side: Side = "trainers") -> AsyncIterator[None]:
+    """Entered in the shift of `side`; while inside, it goes on."""
     if not takes_shifts:
         yield
         return
-    post = Post(settings.run.dir, "trainers")
+    post = Post(settings.run.dir, side)
     try:
         await post.wait_until_due()
         yield

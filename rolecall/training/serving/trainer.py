@@ -58,6 +58,11 @@ class ColumnComputer(Protocol):
         RowMissingError.
         """
 
+    def move(self, parts: Sequence[training_pb2.StatePart.ValueType], *, to_host: bool) -> None:
+        """Moves these parts of the state, all where none is named, to host memory or back; idempotent.
+        InvalidInputError for a part there is not.
+        """
+
     def keep_alive(self) -> None:
         """Shows the other ranks that this one lives."""
 
@@ -85,9 +90,4 @@ class Trainer(ColumnComputer, StepApplier, Protocol):
     def load(self, path: str, files: Sequence[StoredFile]) -> None:
         """Restores the state, after a look at `files`. CheckpointMissingError, CheckpointMismatchError,
         StorageUnavailableError.
-        """
-
-    def move(self, parts: Sequence[training_pb2.StatePart.ValueType], *, to_host: bool) -> None:
-        """Moves these parts of the state, all where none is named, to host memory or back; idempotent.
-        InvalidInputError for a part there is not.
         """

@@ -1,8 +1,9 @@
 """A role on its ranks: the methods that the calls need on rank 0, and the same work on the followers.
 
-`ColumnRanks` computes columns; `TrainerRanks` also applies steps and keeps checkpoints. A service says which columns
-(`RoleColumns`) and what a step is made of (`RoleSteps`). All methods block and are called by one thread. A method
-called on rank 0 announces its command first; `follow` does the same work elsewhere.
+`ColumnRanks` computes columns and leaves the device when it is told; `TrainerRanks` also applies steps and keeps
+checkpoints. A service says which columns (`RoleColumns`) and what a step is made of (`RoleSteps`). All methods block
+and are called by one thread. A method called on rank 0 announces its command first; `follow` does the same work
+elsewhere.
 """
 
 import logging
@@ -99,6 +100,23 @@ class ColumnRanks:
         with self.group.leading(TrainerCommand(compute=command_pb2.ComputeColumnCommand(rows=rows, prefix=prefix))):
             return self._compute(rows, prefix)
 
+    def move(self, parts: Sequence[training_pb2.StatePart.ValueType], *, to_host: bool) -> None:
+        """ColumnComputer.move."""
+        parts = parts or tuple(_PARTS)
+        unknown = [part for part in parts if part not in _PARTS]
+        if unknown:
+            raise InvalidInputError(
+                f"parts names {unknown}, which are no parts of a role's state; name parameters, optimizer or "
+                "gradients, or none for all"
+            )
+        command = (
+            TrainerCommand(offload=command_pb2.OffloadCommand(parts=parts))
+            if to_host
+            else TrainerCommand(onload=command_pb2.OnloadCommand(parts=parts))
+        )
+        with self.group.leading(command):
+            self._move(parts, to_host)
+
     def keep_alive(self) -> None:
         """ColumnComputer.keep_alive."""
         self.group.keep_alive()
@@ -127,12 +145,26 @@ class ColumnRanks:
 
     def obey(self, command: TrainerCommand) -> None:
         """One command of rank 0. InvalidInputError for one this role does not know."""
-        if command.WhichOneof("work") != "compute":
-            raise InvalidInputError(
-                f"command {command.WhichOneof('work')} is not this role's; ranks of different roles or releases "
-                "share a group"
-            )
-        self._compute(command.compute.rows, command.compute.prefix)
+        match command.WhichOneof("work"):
+            case "compute":
+                self._compute(command.compute.rows, command.compute.prefix)
+            case "offload":
+                self._move(command.offload.parts, to_host=True)
+            case "onload":
+                self._move(command.onload.parts, to_host=False)
+            case unknown:
+                raise InvalidInputError(
+                    f"command {unknown} is not this role's; ranks of different roles or releases share a group"
+                )
+
+    def _move(self, parts: Sequence[training_pb2.StatePart.ValueType], to_host: bool) -> None:
+        named = [_PARTS[part] for part in parts]
+        if to_host:
+            self.context.state.offload(*named)
+        else:
+            needed = self.context.state.num_bytes_away(*named)
+            self.group.agree(lambda: require_room(self.context.device, needed))
+            self.context.state.onload(*named)
 
 
 class TrainerRanks(ColumnRanks):
@@ -172,23 +204,6 @@ class TrainerRanks(ColumnRanks):
         with self.group.leading(TrainerCommand(load=command_pb2.LoadCommand(path=path, files=sent))):
             self._load(storage, files)
 
-    def move(self, parts: Sequence[training_pb2.StatePart.ValueType], *, to_host: bool) -> None:
-        """Trainer.move."""
-        parts = parts or tuple(_PARTS)
-        unknown = [part for part in parts if part not in _PARTS]
-        if unknown:
-            raise InvalidInputError(
-                f"parts names {unknown}, which are no parts of a trainer's state; name parameters, optimizer or "
-                "gradients, or none for all"
-            )
-        command = (
-            TrainerCommand(offload=command_pb2.OffloadCommand(parts=parts))
-            if to_host
-            else TrainerCommand(onload=command_pb2.OnloadCommand(parts=parts))
-        )
-        with self.group.leading(command):
-            self._move(parts, to_host)
-
     def obey(self, command: TrainerCommand) -> None:
         """ColumnRanks.obey, and a trainer's own commands."""
         match command.WhichOneof("work"):
@@ -200,10 +215,6 @@ class TrainerRanks(ColumnRanks):
             case "load":
                 files = [StoredFile(file.name, file.num_bytes, file.checksum) for file in command.load.files]
                 self._load(open_storage(command.load.path), files)
-            case "offload":
-                self._move(command.offload.parts, to_host=True)
-            case "onload":
-                self._move(command.onload.parts, to_host=False)
             case _:
                 super().obey(command)
 
@@ -244,12 +255,3 @@ class TrainerRanks(ColumnRanks):
         with self.context.memory.phase("checkpoint"):
             self.group.agree(lambda: self.context.state.load(storage, index))
         self.applied = applied
-
-    def _move(self, parts: Sequence[training_pb2.StatePart.ValueType], to_host: bool) -> None:
-        named = [_PARTS[part] for part in parts]
-        if to_host:
-            self.context.state.offload(*named)
-        else:
-            needed = self.context.state.num_bytes_away(*named)
-            self.group.agree(lambda: require_room(self.context.device, needed))
-            self.context.state.onload(*named)

@@ -1,5 +1,5 @@
 """Scores each group as it lands: the reward and every reference at the same time, no barrier between generation and
-scoring.
+scoring. References that share devices with the rollouts are the exception: they score a batch.
 
 Owns what a failure means: a scorer's failure is never a number. Items are retried by the client. After that, bad data
 is raised, and collection.py drops the group; what is away is waited for: a reference up to controller.stall_timeout_s,
@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import compress
 from typing import TypeAlias
@@ -92,8 +93,8 @@ class GroupScorer:
         """When a group was scored last, on `clock`."""
 
     async def score(self, group: trajectory_pb2.CommittedGroup) -> ScoredGroup:
-        """Reward columns and reference columns are in the group's rows when this returns; the greedy response has a
-        reward alone.
+        """Reward columns and reference columns are in the group's rows when this returns, but for those of references
+        that take shifts (step/reference_shift.py); the greedy response has a reward alone.
 
         ScorerError when an item cannot be scored, or has no token rewards and the loss reads them, RowMissingError when
         a row is gone, ScorerUnavailableError when the scorer stayed away and no group was scored for
@@ -127,13 +128,16 @@ class GroupScorer:
             async with FirstErrorGroup() as tasks:
                 scored_before = all("reward" in row for row in rows)
                 scoring = None if scored_before else tasks.create_task(self._score(refs, metas, rows))
-                for name, prefix in self._asked(metas[0].prompt):
-                    tasks.create_task(self._ask(name, prefix, refs[:num_responses]))
+                asked = self._asked(metas[0].prompt)
+                for name, prefix in asked:
+                    if name not in self._settings.references_in_shifts:
+                        tasks.create_task(self._ask(name, prefix, refs[:num_responses]))
             names = await self._component_names()
             scores = _kept_scores(rows, names) if scoring is None else scoring.result()
             if "token_rewards" in self._settings.columns_trained_on:
                 _require_token_rewards(scores[:num_responses])
-        return _scored_group(group, rows, metas, scores, names, landed_at_s)
+        later = tuple(each for each in asked if each[0] in self._settings.references_in_shifts)
+        return replace(_scored_group(group, rows, metas, scores, names, landed_at_s), references=later)
 
     async def _score(
         self,

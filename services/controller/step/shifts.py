@@ -3,8 +3,9 @@
     training     rollouts asleep; actor and critic hold all their state, or take it as they need it
     publishing   rollouts awake; the actor holds its parameters, which it sends, and nothing else of the trainers
     sampling     rollouts awake; everything of actor and critic is in host memory
+    scoring      rollouts asleep, actor and critic in host memory: for references that leave the devices otherwise
 
-    training ──Offload──▶ publishing ──Offload──▶ sampling ──Pause, Sleep──▶ training
+    training ──Offload──▶ publishing ──Offload──▶ sampling ──Pause, Sleep──▶ [scoring ──Offload──▶] training
 
 `begin` brings the devices to `training` from whatever an earlier life of the loop, another controller or a kill left
 behind: every call may be repeated, and the locks of rolecall/shifts.py, not the calls, say when a side has left. No
@@ -14,7 +15,7 @@ shift is remembered anywhere else. Where nothing is shared, no method does anyth
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal
 
 from rolecall.errors import DeadlineError, DeviceFullError, FencedError, RoleCallError, UnavailableError
@@ -23,6 +24,7 @@ from rolecall.settings import OptimizerSection, RunSettings
 from rolecall.shifts import ShiftLocks, Side
 from rolecall.telemetry import Metrics
 from rolecall.v1 import rollout_pb2, training_pb2
+from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
 from services.controller.board import RunBoard
 from services.controller.fleet.liveness import Loss, Rollout
 from services.controller.fleet.members import Fleet
@@ -41,14 +43,21 @@ class DeviceShifts:
     """The shifts of one controller: it directs who holds the memory of shared devices."""
 
     def __init__(
-        self, settings: RunSettings, fleet: Fleet, board: RunBoard, actor: ActorTrainer, critic: CriticTrainer | None
+        self,
+        settings: RunSettings,
+        fleet: Fleet,
+        board: RunBoard,
+        actor: ActorTrainer,
+        critic: CriticTrainer | None,
+        references: Mapping[str, ReferenceServiceStub],
     ) -> None:
         self._settings = settings
         self._fleet = fleet
         self._board = board
         self._actor, self._critic = actor, critic
+        self._references = {name: references[name] for name in settings.references_in_shifts}
         self._locks = ShiftLocks(settings.run.dir) if settings.takes_shifts else None
-        self._shift: Literal["none", "training", "publishing", "sampling"] = "none"
+        self._shift: Literal["none", "training", "publishing", "sampling", "scoring"] = "none"
         # The base of adapters comes from model.path, and nobody would send it.
         self._level = 2 if settings.actor.lora is None else 1
         self._pause_mode = rollout_pb2.PAUSE_MODE_KEEP if settings.keeps_over_shifts else rollout_pb2.PAUSE_MODE_ABORT
@@ -90,20 +99,49 @@ class DeviceShifts:
             )
             self._took("to_training", started)
 
+    async def to_scoring(self, ctl: int) -> None:
+        """The references' shift: they may hold what they like, or load."""
+        if self._locks is not None and self._shift != "scoring":
+            started = time.monotonic()
+            if self._shift != "sampling":
+                await at_once([trainer.offload(ctl) for trainer in self._trainers])
+            await self._clear(ctl, "references")
+            self._shift = "scoring"
+            self._took("to_scoring", started)
+
     async def _to_training(self, ctl: int) -> None:
         if self._locks is None:
             return
-        self._board.wait_for("the rollouts to leave the shared devices", "switching")
+        await self._clear(ctl, "trainers")
+        self._shift = "training"
+
+    async def _clear(self, ctl: int, side: Side) -> None:
+        """Has rollouts, and references that may be there, leave the devices to `side`."""
+        was_scoring = self._shift == "scoring"
+        self._board.wait_for(
+            f"the {'references' if was_scoring else 'rollouts'} to leave the shared devices", "switching"
+        )
         self._fleet.revoke()
         asleep: set[str] = set()
+        there = set(self._references) if self._shift in ("none", "scoring") else set()
 
         async def ask() -> None:
-            awake = [rollout for rollout in self._fleet.rollouts() if rollout.consumer not in asleep]
+            awake = [] if was_scoring else [each for each in self._fleet.rollouts() if each.consumer not in asleep]
             answered = await self._each(awake, lambda rollout: self._put_to_sleep(ctl, rollout))
             asleep.update(rollout.consumer for rollout in answered)
+            there.difference_update(await self._offload(ctl, sorted(there)))
 
-        await self._give_to("trainers", ask)
-        self._shift = "training"
+        await self._give_to(side, ask)
+
+    async def _offload(self, ctl: int, references: Sequence[str]) -> list[str]:
+        """Returns those that answered. One that is gone holds nothing, as its lock says; another is asked again."""
+        request = training_pb2.OffloadRequest(ctl=ctl)
+        calls = [self._references[name].Offload(request, timeout=MOVE_TIMEOUT_S) for name in references]
+        outcomes = await asyncio.gather(*(_outcome(call) for call in calls))
+        for error in outcomes:
+            if isinstance(error, FencedError):
+                raise error
+        return [name for name, error in zip(references, outcomes, strict=True) if error is None]
 
     async def _put_to_sleep(self, ctl: int, rollout: Rollout) -> None:
         pause = rollout_pb2.PauseRequest(ctl=ctl, mode=self._pause_mode)
@@ -162,7 +200,7 @@ class DeviceShifts:
         self._seconds.sum(f"shift/{change}_s", time.monotonic() - started)
 
     async def _give_to(self, side: Side, ask: Callable[[], Awaitable[None]]) -> None:
-        """Returns when nobody of the other side is on the devices; `ask`s them meanwhile. Who is about to load there
+        """Returns when nobody of another side is on the devices; `ask`s them meanwhile. Who is about to load there
         is waited for. DeadlineError.
         """
         assert self._locks is not None
@@ -172,8 +210,8 @@ class DeviceShifts:
         while not self._locks.give_to(side):
             if time.monotonic() > give_up_at:
                 raise DeadlineError(
-                    f"the shared devices could not be given to the {side} within {timeout_s:.0f} s: a process of the "
-                    "other side is on them and does not leave; see the logs of those that `rolecall status` names"
+                    f"the shared devices could not be given to the {side} within {timeout_s:.0f} s: a process of "
+                    "another side is on them and does not leave; see the logs of those that `rolecall status` names"
                 )
             await asyncio.sleep(LOOK_S)
             await ask()

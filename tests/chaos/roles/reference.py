@@ -7,7 +7,7 @@ from rolecall.rpc.role_process import ServiceArgs
 from rolecall.store.connection import Connection
 from rolecall.training.serving.calls import ColumnCalls
 from rolecall.training.serving.device_thread import DeviceThread
-from rolecall.training.serving.serve import make_server, serve_role
+from rolecall.training.serving.serve import make_server, on_shift, serve_role
 from rolecall.v1 import controller_pb2, reference_pb2_grpc
 from services.reference import config
 from services.reference.service import ReferenceServicer
@@ -19,7 +19,8 @@ from tests.chaos.wiring import Hook
 async def serve(args: ServiceArgs, hook: Hook, connection: Connection, fence: Fence) -> None:
     """Serves until it is stopped."""
     settings, section = args.settings, config.section(args.settings, args.worker)
-    reference = ChaosReference(settings, connection, hook, args.worker)
+    async with on_shift(settings, bool(section.offload), "references"):
+        reference = ChaosReference(settings, connection, hook, args.worker)
     calls = ColumnCalls(reference, DeviceThread(), fence, section.token_budget)
     server = make_server(settings, section, f"references.{args.worker}")
     servicer = ReferenceServicer(reference, calls, args.worker, f"{args.worker}.{args.incarnation}")

@@ -6,15 +6,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.errors import ConfigError, ConflictError, FencedError, InvalidInputError
 from rolecall.settings import RunSettings
+from rolecall.shifts import ShiftLocks
 from rolecall.training.model.logits.logprobs import Wanted
+from rolecall.v1 import reference_pb2_grpc
 from rolecall.v1.reference_pb2 import GetReferenceInfoRequest
-from rolecall.v1.training_pb2 import ComputeColumnRequest
+from rolecall.v1.training_pb2 import STATE_PART_UNSPECIFIED, ComputeColumnRequest, OffloadRequest
 from services.reference.ranks import columns_by_prefix
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_models import write_qwen3
-from tests.twins.served import Batches, served_reference, settings_tree, true_distribution, true_logprobs
+from tests.twins.served import (
+    Batches,
+    served_reference,
+    served_reference_rig,
+    settings_tree,
+    true_distribution,
+    true_logprobs,
+)
 
 
 async def test_its_column_agrees_with_transformers_and_is_written_once(store: StoreUnderTest, tmp_path: Path) -> None:
@@ -37,6 +46,47 @@ async def test_its_column_agrees_with_transformers_and_is_written_once(store: St
     assert first.num_tokens == second.num_tokens == sum(row.num_tokens for row in rows)
     assert third.num_already_written == len(rows)
     for read in store.rows.read(rows, ["token_ids", "response_mask", "ref/logprobs"]):
+        expected = true_logprobs(model, read["token_ids"], batches.temperature) * read["response_mask"]
+        np.testing.assert_allclose(read["ref/logprobs"], expected, atol=1e-4)
+
+
+async def test_on_devices_of_others_it_holds_memory_in_its_shift_from_a_column_to_offload(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
+    model = write_qwen3(tmp_path / "policy", seed=4)
+    batches = Batches(store, model)
+    groups = [group.rows for group in batches.sampled(2)]
+    algorithm = {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}
+    references = {"ref": {"token_budget": 64, "offload": True}}
+    tree = settings_tree(
+        store, model, tmp_path, algorithm=algorithm, references=references, rollout={"sleep_mode": True}
+    )
+    settings, ctl = RunSettings.model_validate(tree), store.ledger.ctl
+    locks = ShiftLocks(settings.run.dir)
+    async with served_reference_rig(settings, "ref", store) as rig:
+        reference, state = reference_pb2_grpc.ReferenceServiceStub(rig.channel), rig.engine.context.state
+        loaded = state.num_bytes_away()
+        assert loaded > 0
+        assert locks.give_to("trainers")
+        with pytest.raises(ConflictError, match="not the references' now"):
+            await reference.ComputeLogprobs(ComputeColumnRequest(ctl=ctl, rows=groups[0]), timeout=30)
+        for rows in groups:  # it comes back as it was
+            assert locks.give_to("references")
+            await reference.ComputeLogprobs(ComputeColumnRequest(ctl=ctl, rows=rows), timeout=30)
+            assert state.num_bytes_away() == 0
+            assert not locks.give_to("trainers")
+            for _ in range(2):
+                await reference.Offload(OffloadRequest(ctl=ctl), timeout=30)
+            assert state.num_bytes_away() == loaded
+            assert locks.give_to("trainers")
+        with pytest.raises(InvalidInputError, match="no parts of a role's state"):
+            await reference.Offload(OffloadRequest(ctl=ctl, parts=[STATE_PART_UNSPECIFIED]), timeout=30)
+        with pytest.raises(FencedError):
+            await reference.Offload(OffloadRequest(ctl=ctl - 1), timeout=30)
+    locks.close()
+    for read in store.rows.read(
+        [row for rows in groups for row in rows], ["token_ids", "response_mask", "ref/logprobs"]
+    ):
         expected = true_logprobs(model, read["token_ids"], batches.temperature) * read["response_mask"]
         np.testing.assert_allclose(read["ref/logprobs"], expected, atol=1e-4)
 
