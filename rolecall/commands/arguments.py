@@ -55,11 +55,11 @@ def _add_starting(command: AddCommand) -> None:
         "check", "validate a configuration without starting anything, and print what follows from it", _OVERRIDES
     )
     check.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
-    manifests = command("manifests", "write what deploys a run in containers, from its file", _OVERRIDES)
+    manifests = command("manifests", "write what deploys a run in containers or by Slurm, from its file", _OVERRIDES)
     manifests.add_argument(
         "config", type=Path, metavar="CONFIG", help="the run's YAML file, with paths as containers see them"
     )
-    manifests.add_argument("--to", required=True, choices=["compose", "kubernetes"], help="which place")
+    manifests.add_argument("--to", required=True, choices=["compose", "kubernetes", "slurm"], help="which place")
     manifests.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to write to")
     evaluate = command(
         "evaluate", "sample and score the held-out sets of a run with a model, without training", _OVERRIDES
