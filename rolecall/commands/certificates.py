@@ -1,5 +1,5 @@
-"""`rolecall certificates`: an authority of one run and a certificate for each role and person, for development and
-Compose.
+"""`rolecall certificates`: an authority of one run and a certificate for each role and person, for development,
+Compose and Slurm.
 
 The layout is that of Kubernetes' TLS secrets as cert-manager writes them, which is where production takes them from:
 DIR/<role>/{tls.crt, tls.key, ca.crt}. The authority's own key stays in DIR, which no role needs to see.

@@ -5,7 +5,6 @@ NODE_0, NODE_1 and so on, and the script puts the names in. What is the same for
 `templates/run.sbatch`.
 """
 
-import re
 import shlex
 from collections.abc import Sequence
 from itertools import count
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.errors import ConfigError
-from rolecall.launcher.plan import metrics_binds, role_environment
+from rolecall.launcher.plan import binds_from, role_environment
 from rolecall.manifests.completed import (
     as_text,
     complete,
@@ -36,7 +35,6 @@ RANKS_PORT = 28100
 
 _RUN = "job/run.yaml"
 """The run's file with the names of nodes, which the script makes."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CPUS = -1
 """Stands for the processors of a node, which one role without GPUs has."""
 
@@ -45,44 +43,49 @@ def slurm(tree: dict[str, Any], file: Path) -> dict[str, str]:
     """Returns the job's files by name, of what `file` says, its `tree`. ConfigError for a run that equal nodes of one
     allocation could not hold.
     """
-    tree = with_full_paths(tree, file)
-    local, place = local_roles(tree), place_of(validated(tree, file))
-    _require_an_allocation(tree, local, place)
-    ports = count(STORE_PORT + 1)
-    nodes = _Nodes()
+    local, ports, nodes = local_roles(tree), count(STORE_PORT + 1), _Nodes()
     done = complete(tree, {name: f"{_name(0)}:{next(ports)}" for name in local}, 0)
+    done = with_full_paths(done, file)
     done["rpc"] = with_certificates(tree, "tls/{role}")
     settings = validated(done, file)
-    if settings.takes_shifts:
-        raise ConfigError(
-            "rollout.sleep_mode: actor and rollouts that take turns on GPUs belong to one `rolecall train`; sbatch "
-            "that command on one node, or leave it out: each role then gets GPUs of its own"
-        )
     _ = settings.run.total_steps  # of a file whose epochs nobody counted, ConfigError here and not from each role
-    metrics = metrics_binds(validated(tree, file))
-    started, first = [], dict.fromkeys(local, 0)
+    place = place_of(settings)
+    _require_an_allocation(tree, settings, local, place)
+    devices = settings.rollout.devices or ((),) * replicas_of(tree)
+    rollouts = [f"rollout-{number}" for number in range(len(devices))]
+    shown = binds_from(settings.telemetry.metrics_bind, [*local, *rollouts])
+    first = dict.fromkeys(local, 0)
+    started = []
     for number, (name, section) in enumerate(trainers_of(settings, local).items()):
         first[name] = nodes.take(section.devices, nodes_of(section))
-        _move(done, name, first[name])
-        started += _trainer(name, section, settings, first[name], RANKS_PORT + number, metrics.get(name))
-    if "reward" in local and settings.reward.devices:
-        first["reward"] = nodes.take(settings.reward.devices)
-        _move(done, "reward", first["reward"])
+        started += _trainer(name, section, settings, first[name], RANKS_PORT + number, shown.get(name))
+    if "reward" in local:
+        first["reward"] = nodes.take(settings.reward.devices) if settings.reward.devices else 0
+        environment = _environment(role_environment(settings.reward))
+        started.insert(0, _role("reward", "reward", first["reward"], environment, shown.get("reward")))
+    started.insert(0, _role("controller", "controller", 0, [], shown.get("controller")))
+    for name, gpus in zip(rollouts, devices, strict=True):
+        started.append(_role("rollout", name, nodes.take(gpus), [], shown.get(name)))
+    for name, node in first.items():
+        section = (done if name in done else done["references"])[name]
+        section["address"] = f"{_name(node)}:{section['address'].rpartition(':')[2]}"
     done["weights"] = {**(tree.get("weights") or {}), "host": _name(first["actor"])}
-    devices = settings.rollout.devices or ((),) * replicas_of(tree)
-    for number, gpus in enumerate(devices):
-        name = f"rollout-{number}"
-        words = ["rolecall", "serve", "rollout", _RUN, "--name", name, *_shown(metrics.get(name))]
-        started.append(_role("rollout", name, nodes.take(gpus), words))
-    for name in ("reward", "controller"):
-        if name in local:
-            environment = _environment(role_environment(getattr(settings, name), 1)) if name == "reward" else []
-            words = [*environment, "rolecall", "serve", name, _RUN, *_shown(metrics.get(name))]
-            started.insert(0, _role(name, name, first[name], words))
     values = {
-        "run": settings.run.name,
         "nodes": len(nodes),
         "gpus": _gpus(settings),
+        "hosts": _hosts(first, settings, place),
+        "roles": "".join(started),
+    }
+    return {
+        "run.sbatch": render("run.sbatch", _of_every_run(settings) | values),
+        "run.yaml": as_text(done, "Made by `rolecall manifests`: the run's file, in which run.sbatch names the nodes."),
+    }
+
+
+def _of_every_run(settings: RunSettings) -> dict[str, object]:
+    """The values of the script that do not depend on which roles are where."""
+    return {
+        "run": settings.run.name,
         "server": settings.store.binary or "",
         "maxmemory": f"{-(-settings.store.max_bytes // 2**20)}mb",
         "port": STORE_PORT,
@@ -90,13 +93,7 @@ def slurm(tree: dict[str, Any], file: Path) -> dict[str, str]:
         "max_restarts": settings.launcher.max_restarts,
         "backoff_s": max(1, round(settings.launcher.backoff_s)),
         "max_backoff_s": max(1, round(settings.launcher.max_backoff_s)),
-        "hosts": _hosts(first, settings, place),
         "environment": "".join(f"export {name}={value}\n" for name, value in role_environment(None).items()),
-        "roles": "".join(started),
-    }
-    return {
-        "run.sbatch": render("run.sbatch", values),
-        "run.yaml": as_text(done, "Made by `rolecall manifests`: the run's file, in which run.sbatch names the nodes."),
     }
 
 
@@ -120,18 +117,21 @@ class _Nodes:
         return first
 
 
-def _require_an_allocation(tree: dict[str, Any], local: list[str], place: Place | None) -> None:
-    run, rollout = tree["run"], tree.get("rollout") or {}
-    if not _NAME.fullmatch(str(run["name"])):
-        raise ConfigError(f"run.name {run['name']!r} names the job: use letters, digits, '.', '-' and '_'")
-    if (tree.get("rpc") or {}).get("behind_mesh"):
+def _require_an_allocation(tree: dict[str, Any], settings: RunSettings, local: list[str], place: Place | None) -> None:
+    devices, replicas = settings.rollout.devices, replicas_of(tree)
+    if settings.rpc.behind_mesh:
         raise ConfigError("rpc.behind_mesh: the roles of a job of Slurm have no sidecars; leave it out")
     for name in {"controller", "actor"} - set(local):
         raise ConfigError(f"{name}.address: the job has its own {name}, and says where; leave it out")
-    if rollout.get("devices") and len(rollout["devices"]) != replicas_of(tree):
+    if devices and len(devices) != replicas:
         raise ConfigError(
-            f"rollout.devices has {len(rollout['devices'])} entries, rollout.num_replicas is {replicas_of(tree)}; name "
-            "the GPUs of each replica on its node"
+            f"rollout.devices has {len(devices)} entries, rollout.num_replicas is {replicas}; name the GPUs of each "
+            "replica on its node"
+        )
+    if settings.takes_shifts:
+        raise ConfigError(
+            "rollout.sleep_mode: actor and rollouts that take turns on GPUs belong to one `rolecall train`; sbatch "
+            "that command on one node, or leave it out: each role then gets GPUs of its own"
         )
     if place is not None and place.agents_port is not None:
         raise ConfigError(
@@ -150,12 +150,6 @@ def _host(node: int) -> str:
     return f"${{NODES[{node}]}}"
 
 
-def _move(done: dict[str, Any], name: str, node: int) -> None:
-    """Says in the run's file that a role is on this node."""
-    section = (done if name in done else done["references"])[name]
-    section["address"] = f"{_name(node)}:{section['address'].rpartition(':')[2]}"
-
-
 def _trainer(
     name: str, section: TrainerSection, settings: RunSettings, first: int, port: int, metrics: str | None
 ) -> list[str]:
@@ -166,31 +160,36 @@ def _trainer(
     if settings.actor.num_threads is None:
         given["OMP_NUM_THREADS"] = f"$((SLURM_CPUS_ON_NODE / {ranks}))"
     environment = _environment(given)
-    arguments = [_RUN, "--name", name, *_shown(metrics)]
     if section.num_ranks == 1:
-        return [_role(role, name, first, [*environment, "rolecall", "serve", role, *arguments])]
+        return [_role(role, name, first, environment, metrics)]
     made = []
     for i in range(nodes):
         own, leader = (_host(first + i), _host(first)) if nodes > 1 else ("127.0.0.1", "127.0.0.1")
+        arguments = _arguments(name, metrics)
         words = torchrun(role, ranks, arguments, nodes=nodes, node=str(i), own=own, leader=leader, port=port)
-        made.append(_role(role, f"{name}.{i}" if i else name, first + i, [*environment, *words]))
+        made.append(_line(role, f"{name}.{i}" if i else name, first + i, [*environment, *words]))
     return made
 
 
-def _shown(metrics_bind: str | None) -> list[str]:
-    return [] if metrics_bind is None else ["--telemetry.metrics_bind", metrics_bind]
+def _role(role: str, name: str, node: int, environment: Sequence[str], metrics: str | None) -> str:
+    """The line that starts a role of one process."""
+    return _line(role, name, node, [*environment, "rolecall", "serve", role, *_arguments(name, metrics)])
+
+
+def _line(role: str, name: str, node: int, words: Sequence[str]) -> str:
+    command = " ".join(f'"{word}"' if "$" in word else shlex.quote(word) for word in words)
+    return f"role {role} {shlex.quote(name)} {node} \\\n    {command}\n"
+
+
+def _arguments(name: str, metrics: str | None) -> list[str]:
+    shown = [] if metrics is None else ["--telemetry.metrics_bind", metrics]
+    return [_RUN, "--name", name, *shown]
 
 
 def _environment(variables: dict[str, str]) -> list[str]:
     """Words that set what a role has besides the variables that the script exports for all."""
     common = role_environment(None)
     return ["env", *(f"{name}={value}" for name, value in variables.items() if name not in common)]
-
-
-def _role(role: str, name: str, node: int, words: Sequence[str]) -> str:
-    """The line of the script that starts a role."""
-    command = " ".join(f'"{word}"' if "$" in word else shlex.quote(word) for word in words)
-    return f"role {role} {shlex.quote(name)} {node} {command}\n"
 
 
 def _gpus(settings: RunSettings) -> str:
