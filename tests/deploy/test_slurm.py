@@ -152,7 +152,7 @@ COMMANDS = {
         code=$(sed -n "$(grep -c "^$name " started)p" "codes/$name" 2> /dev/null)
         [ -z "$code" ] || exit "$code"
         [ "$name" != store ] || exec python3 -c "$LISTEN"
-        until [ -e stopped ] || [ -e over ]; do sleep 0.1; done""",
+        until [ -e stopped ] || [ -e over ] || [ $SECONDS -gt 150 ]; do sleep 0.1; done""",
     "rolecall": """case $1 in
         stop) touch stopped ;;
         store-acl) mkdir -p "$3/actor" && touch "$3/actor/store-url" ;;
@@ -166,7 +166,9 @@ COMMANDS = {
 LISTEN = """
 import os, socket, time
 with socket.create_server(("127.0.0.1", PORT)):
-    while not os.path.exists("over"):
+    for _ in range(1500):
+        if os.path.exists("over"):
+            break
         time.sleep(0.1)
 """
 
