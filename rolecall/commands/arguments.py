@@ -55,11 +55,11 @@ def _add_starting(command: AddCommand) -> None:
         "check", "validate a configuration without starting anything, and print what follows from it", _OVERRIDES
     )
     check.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
-    manifests = command("manifests", "write what deploys a run in containers, from its file", _OVERRIDES)
+    manifests = command("manifests", "write what deploys a run in containers or by Slurm, from its file", _OVERRIDES)
     manifests.add_argument(
-        "config", type=Path, metavar="CONFIG", help="the run's YAML file, with paths as containers see them"
+        "config", type=Path, metavar="CONFIG", help="the run's YAML file, with paths as its roles see them there"
     )
-    manifests.add_argument("--to", required=True, choices=["compose", "kubernetes"], help="which place")
+    manifests.add_argument("--to", required=True, choices=["compose", "kubernetes", "slurm"], help="which place")
     manifests.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to write to")
     evaluate = command(
         "evaluate", "sample and score the held-out sets of a run with a model, without training", _OVERRIDES
@@ -212,7 +212,7 @@ def _add_credentials(command: AddCommand) -> None:
     users.add_argument("--once", action="store_true", help="do nothing where they were made before")
     certificates = command(
         "certificates",
-        "make an authority for a run and a certificate for each role and person, for development and Compose",
+        "make an authority for a run and a certificate for each role and person, for development, Compose and Slurm",
     )
     certificates.add_argument("directory", type=Path, metavar="DIR", help="where DIR/<role>/tls.crt and so on go")
     certificates.add_argument("--run", required=True, metavar="NAME", help="run.name, which the certificates hold")
@@ -221,7 +221,7 @@ def _add_credentials(command: AddCommand) -> None:
         action="append",
         default=[],
         metavar="ROLE=NAME",
-        help="a further host name or address of a role; of environment, one for that",
+        help="a further host name or address of a role; of environment or store, a certificate for that",
     )
     certificates.add_argument("--days", type=float, default=90.0, help="validity of the certificates (default: 90)")
     certificates.add_argument(

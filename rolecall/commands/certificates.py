@@ -1,5 +1,5 @@
-"""`rolecall certificates`: an authority of one run and a certificate for each role and person, for development and
-Compose.
+"""`rolecall certificates`: an authority of one run and a certificate for each role and person, for development,
+Compose and Slurm.
 
 The layout is that of Kubernetes' TLS secrets as cert-manager writes them, which is where production takes them from:
 DIR/<role>/{tls.crt, tls.key, ca.crt}. The authority's own key stays in DIR, which no role needs to see.
@@ -23,9 +23,9 @@ from rolecall.rpc.callers import Caller
 from rolecall.settings import RpcSection
 
 AUTHORITY_DAYS = 3650
-ENVIRONMENT = "environment"
-"""The folder of an environment that the run calls as its roles call each other: where it has a host, a certificate that
-names this alone, for it calls no role.
+SERVERS = ("environment", "store")
+"""The folders of an environment that the run calls as its roles call each other, and of a server of the store: where
+one has a host, a certificate that names this alone, for it calls no role.
 """
 _SKEW = datetime.timedelta(minutes=5)
 """Certificates are valid a little before now: clocks differ."""
@@ -115,8 +115,9 @@ def certificates(
             uri = template.removesuffix("/{instance}").replace("{run}", run).replace("{role}", role)
             names = [role, "localhost", "127.0.0.1", "::1", *named[role]]
             authority.issue(directory / role, [uri.replace("{instance}", role)], names, datetime.timedelta(days=days))
-        if named[ENVIRONMENT]:
-            authority.issue(directory / ENVIRONMENT, [], named[ENVIRONMENT], datetime.timedelta(days=days))
+        for server in SERVERS:
+            if named[server]:
+                authority.issue(directory / server, [], named[server], datetime.timedelta(days=days))
     sys.stdout.write(
         f"{len(Caller)} certificates of run {run}, valid for {days:g} days, in {directory}/<role>; in the "
         f"configuration: rpc.tls: {{certificate_file: {directory}/{{role}}/tls.crt, "
@@ -126,7 +127,7 @@ def certificates(
 
 
 def _hosts(given: Sequence[str]) -> Mapping[str, list[str]]:
-    named: dict[str, list[str]] = {role: [] for role in (*Caller, ENVIRONMENT)}
+    named: dict[str, list[str]] = {role: [] for role in (*Caller, *SERVERS)}
     for word in given:
         role, equals, name = word.partition("=")
         if role not in named or not equals or not name:

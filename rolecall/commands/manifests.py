@@ -7,6 +7,7 @@ from rolecall.errors import ConfigError
 from rolecall.manifests.compose import compose
 from rolecall.manifests.kubernetes import kubernetes
 from rolecall.manifests.render import require_alone, write_all
+from rolecall.manifests.slurm import slurm
 from rolecall.settings import load_tree
 
 
@@ -15,7 +16,8 @@ def manifests(arguments: argparse.Namespace, overrides: list[str], out: TextIO) 
     for a run that has no place there.
     """
     tree, _ = load_tree(arguments.config, overrides, arguments.recipe)
-    files = (kubernetes if arguments.to == "kubernetes" else compose)(tree, arguments.config)
+    write = {"compose": compose, "kubernetes": kubernetes, "slurm": slurm}[arguments.to]
+    files = write(tree, arguments.config)
     if arguments.config.resolve() in {(arguments.out / name).resolve() for name in files}:
         raise ConfigError(f"{arguments.config} would be overwritten by what is made of it; name another --out")
     if arguments.to == "kubernetes":  # beside a Compose project lie .env and overrides, by right

@@ -276,11 +276,14 @@ def metrics_binds(configured: RunSettings) -> dict[str, str]:
     """Returns where each process of `plan_workers` shows its metrics, by name: telemetry.metrics_bind, and the next
     ports for those after the first; port 0 stays a free one. Empty where it is not set. ConfigError past the last port.
     """
-    bind = configured.telemetry.metrics_bind
+    return binds_from(configured.telemetry.metrics_bind, [name for _, name, _ in _local_roles(configured)])
+
+
+def binds_from(bind: str | None, names: Sequence[str]) -> dict[str, str]:
+    """Returns `bind` for the first of `names` and the next ports for the others, as of `metrics_binds`."""
     if bind is None:
         return {}
     host, _, first = bind.rpartition(":")
-    names = [name for _, name, _ in _local_roles(configured)]
     if int(first) + len(names) - 1 > _MAX_PORT:
         raise ConfigError(
             f"telemetry.metrics_bind {bind}: the {len(names)} local roles take a port each from {first} on, past "

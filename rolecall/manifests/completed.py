@@ -8,7 +8,7 @@ from typing import Any
 
 from rolecall.errors import ConfigError
 from rolecall.manifests.render import dump_all
-from rolecall.settings import PluginSection, RunSettings, Section, TrainerSection
+from rolecall.settings import PluginSection, RunSettings, Section, TrainerSection, validated
 
 PORT = 50051
 """The gRPC port of every role on a cluster: each has a network of its own."""
@@ -25,6 +25,12 @@ TLS_FOLDER = "/run/rolecall/tls"
 def nodes_of(section: TrainerSection) -> int:
     """Machines that its ranks are on: `devices` are those of each."""
     return section.num_ranks // len(section.devices) if section.devices else 1
+
+
+def trainers_of(settings: RunSettings, local: Sequence[str]) -> dict[str, TrainerSection]:
+    """The sections of the actor, the critic and the references among the roles `local`, by name."""
+    sections = {"actor": settings.actor, "critic": settings.critic, **settings.references}
+    return {name: section for name, section in sections.items() if section is not None and name in local}
 
 
 def require_paths_under(tree: dict[str, Any], settings: RunSettings, folders: Sequence[str]) -> None:
@@ -58,20 +64,28 @@ def complete(tree: dict[str, Any], addresses: Mapping[str, str], rollout_port: i
     for name, address in addresses.items():
         parent = done["references"] if name in _section(tree, "references") else done
         parent[name] = {**(parent.get(name) or {}), "address": address, "bind": f"0.0.0.0:{address.split(':')[-1]}"}
-        if parent[name].get("devices"):
-            parent[name]["devices"] = list(range(len(parent[name]["devices"])))
     # nobody starts rollouts but the place: the run begins when one has joined
     rollout = {**_section(tree, "rollout"), "num_replicas": 0, "bind": f"0.0.0.0:{rollout_port}"}
-    if rollout.get("devices"):
-        rollout["devices"] = [list(range(len(rollout["devices"][0])))]
     # a password stays out of the file: each role finds a URL of its own in ROLECALL_STORE_URL_FILE
     store = {key: value for key, value in _section(tree, "store").items() if key != "url"}
     return done | {"rollout": rollout, "store": store}
 
 
+def complete_for_containers(tree: dict[str, Any], addresses: Mapping[str, str], rollout_port: int) -> dict[str, Any]:
+    """Returns what `complete` does, with each role's devices as its container counts them, from 0."""
+    done = complete(tree, addresses, rollout_port)
+    for name in addresses:
+        section = (done["references"] if name in _section(tree, "references") else done)[name]
+        if section.get("devices"):
+            section["devices"] = list(range(len(section["devices"])))
+    if done["rollout"].get("devices"):
+        done["rollout"]["devices"] = [list(range(len(done["rollout"]["devices"][0])))]
+    return done
+
+
 def complete_for_cluster(tree: dict[str, Any], hosts: Mapping[str, str]) -> dict[str, Any]:
     """Returns `tree` with what a cluster decides, and a mesh in it. hosts: of the addresses of `local_roles`."""
-    done = complete(tree, {name: f"{host}:{PORT}" for name, host in hosts.items()}, PORT)
+    done = complete_for_containers(tree, {name: f"{host}:{PORT}" for name, host in hosts.items()}, PORT)
     weights = _section(tree, "weights")
     done["weights"] = {**weights, "ports": weights.get("ports") or PORTS}  # its policies open a range
     telemetry = _section(tree, "telemetry")
@@ -86,10 +100,36 @@ def complete_for_cluster(tree: dict[str, Any], hosts: Mapping[str, str]) -> dict
     return done
 
 
-def with_certificates(tree: dict[str, Any]) -> dict[str, Any]:
-    """The section rpc of a run whose roles find their certificates in TLS_FOLDER."""
+def with_certificates(tree: dict[str, Any], folder: str = TLS_FOLDER) -> dict[str, Any]:
+    """The section rpc of a run whose roles find their certificates in `folder`."""
     files = {"certificate_file": "tls.crt", "key_file": "tls.key", "ca_file": "ca.crt"}
-    return {**_section(tree, "rpc"), "tls": {key: f"{TLS_FOLDER}/{file}" for key, file in files.items()}}
+    return {**_section(tree, "rpc"), "tls": {key: f"{folder}/{file}" for key, file in files.items()}}
+
+
+def with_full_paths(tree: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Returns the file's `tree` with every path that its folder decides written in full, for a copy that lies
+    elsewhere. ConfigError for one whose place in the tree is not found.
+    """
+    said = validated(tree, file)
+    full: dict[str, Any] = _in_full(tree, said.model_dump(mode="json"), str(file.resolve().parent))
+    there = dict(_paths(validated(full, Path("/nowhere/run.yaml")).model_dump(), ""))
+    for name, path in _paths(said.model_dump(), ""):
+        if there.get(name) != path:
+            raise ConfigError(f"{name} is {path} by where {file} lies, and its copy lies elsewhere; write it in full")
+    return full
+
+
+def _in_full(written: Any, said: Any, folder: str) -> Any:
+    """Returns what is `written`, with the paths under `folder` as the settings `said` them."""
+    if isinstance(said, str) and f"{said}/".startswith(f"{folder}/"):
+        return said
+    if isinstance(said, dict) and isinstance(written, dict | None):
+        beneath = {key: _in_full((written or {}).get(key), value, folder) for key, value in said.items()}
+        found = {key: value for key, value in beneath.items() if value is not None}
+        return {**(written or {}), **found} if found or written is not None else None
+    if isinstance(said, list) and isinstance(written, list):
+        return [_in_full(part, value, folder) for part, value in zip(written, said, strict=True)]
+    return written
 
 
 def replicas_of(tree: dict[str, Any]) -> int:

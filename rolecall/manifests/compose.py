@@ -10,11 +10,12 @@ from rolecall.errors import ConfigError
 from rolecall.manifests.completed import (
     TLS_FOLDER,
     as_text,
-    complete,
+    complete_for_containers,
     local_roles,
     nodes_of,
     replicas_of,
     require_paths_under,
+    trainers_of,
     with_certificates,
 )
 from rolecall.manifests.environment import place_of
@@ -40,16 +41,15 @@ def compose(tree: dict[str, Any], file: Path) -> dict[str, str]:
     _ = here.run.total_steps  # of a file whose epochs nobody counted, ConfigError here and not from each container
     _require_one_machine(here, local)
     services = {name: _service(name, here, local) for name in local}
-    done = complete(tree, {name: _address(name, here, services[name]) for name in local}, _PORTS["rollout"])
+    addresses = {name: _address(name, here, services[name]) for name in local}
+    done = complete_for_containers(tree, addresses, _PORTS["rollout"])
     done["weights"] = {**(tree.get("weights") or {}), "host": _WEIGHTS_HOST}
     done["rpc"] = with_certificates(tree)
     place = place_of(here)
     if place is not None and place.agents_port is not None:
         done["rollout"]["advertise_host"] = "rollout"  # a name of its certificate, and of nobody else
     require_paths_under(tree, validated(done, file), (JOB, RUN, TLS_FOLDER))
-    sections = {"actor": here.actor, "critic": here.critic, **here.references}
-    trainers = [_trainer(name, section, here, services[name]) for name, section in sections.items()
-                if section is not None and name in local]  # fmt: skip
+    trainers = [_trainer(name, section, here, services[name]) for name, section in trainers_of(here, local).items()]
     values = {
         "run": here.run.name,
         "certificates": _certificates(tree, here, services),
@@ -86,9 +86,8 @@ def _require_one_machine(settings: RunSettings, local: list[str]) -> None:
         )
     for name in {"controller", "actor"} - set(local):
         raise ConfigError(f"{name}.address: the project has its own {name}, and says where; leave it out")
-    sections = {"actor": settings.actor, "critic": settings.critic, **settings.references}
-    for name, section in sections.items():
-        if section is not None and name in local and nodes_of(section) > 1:
+    for name, section in trainers_of(settings, local).items():
+        if nodes_of(section) > 1:
             raise ConfigError(
                 f"{name} has {section.num_ranks} ranks on {len(section.devices)} devices, so it needs several "
                 "machines, and a Compose project has one; give it as many devices, or write it --to kubernetes"

@@ -22,6 +22,7 @@ from rolecall.manifests.completed import (
     nodes_of,
     replicas_of,
     require_paths_under,
+    trainers_of,
 )
 from rolecall.manifests.environment import FOLDER as ENVIRONMENT_FOLDER
 from rolecall.manifests.environment import NAME, are_named, place_of
@@ -130,12 +131,10 @@ def _require_names(settings: RunSettings) -> None:
 
 def _pods(settings: RunSettings, local: list[str]) -> tuple[list[Pod], list[Pod]]:
     """Returns those of the run's own job, and those that are scaled."""
-    sections = {"actor": settings.actor, "critic": settings.critic, **settings.references}
     jobs, scaled = [light("controller")], list[Pod]()
-    for name, section in sections.items():
-        if section is not None and name in local:
-            is_scaled = name in settings.references and nodes_of(section) == 1
-            (scaled if is_scaled else jobs).append(trainer(name, section, settings, in_job=not is_scaled))
+    for name, section in trainers_of(settings, local).items():
+        is_scaled = name in settings.references and nodes_of(section) == 1
+        (scaled if is_scaled else jobs).append(trainer(name, section, settings, in_job=not is_scaled))
     return jobs, scaled + ([light("reward")] if "reward" in local else [])
 
 

@@ -194,13 +194,21 @@ def _command(pod: Pod) -> str:
 
 
 def torchrun(
-    role: str, ranks: int, arguments: Sequence[str], *, nodes: int, node: str, own: str, leader: str
+    role: str,
+    ranks: int,
+    arguments: Sequence[str],
+    *,
+    nodes: int,
+    node: str,
+    own: str,
+    leader: str,
+    port: int = RANKS_PORT,
 ) -> list[str]:
     """The command of a trainer's ranks on the `node`th of its `nodes`. own, leader: addresses of this one and of the
-    first; `arguments` are those of each rank.
+    first, where they meet on `port`; `arguments` are those of each rank.
     """
     words = ["python", "-P", "-m", "rolecall.training.ranks.torchrun", f"--nnodes={nodes}", f"--nproc-per-node={ranks}"]
-    words += [f"--node-rank={node}", f"--local-addr={own}", f"--master-addr={leader}", f"--master-port={RANKS_PORT}"]
+    words += [f"--node-rank={node}", f"--local-addr={own}", f"--master-addr={leader}", f"--master-port={port}"]
     # rather longer than a trainer's drain, which is the ranks' own to end
     return [*words, "--shutdown-timeout=90", "-m", f"services.{role}", *arguments]
 

@@ -33,6 +33,13 @@ def test_each_role_and_person_gets_a_certificate_that_says_who_it_is_and_where(t
     assert not list(tmp_path.glob("*/ca.key"))
 
 
+def test_a_server_of_the_store_gets_a_certificate_that_names_its_host_and_no_caller(tmp_path: Path) -> None:
+    assert main(["certificates", str(tmp_path), "--run", "sort", "--host", "store=node-1"]) == 0
+    names = names_of(tmp_path / "store")
+    assert [name.value for name in names] == ["node-1"]
+    assert not (tmp_path / "environment").exists()
+
+
 def test_an_authority_is_not_overwritten_and_certificates_are_renewed_from_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
