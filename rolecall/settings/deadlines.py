@@ -163,6 +163,8 @@ class _Derivation:
         base_s, on = (GPU_START_S, "GPUs") if self._uses_gpus else (CPU_START_S, "CPUs")
         read = f"{on}, {base_s:g} s and {_size(largest)} of the largest model at {DISK_BYTES_PER_S / 1e6:g} MB/s"
         read_s = loading_s(largest, on_gpus=self._uses_gpus)
+        if settings.actor.torch_compile and not self._uses_gpus:  # of GPUs it is part of GPU_START_S
+            read, read_s = f"{read}, and {GPU_HANG_S:g} s to compile layers", read_s + GPU_HANG_S
         start_s = self._say(settings.controller, "controller", "start_timeout_s", read_s, read)
         longest_s = max(start_s, publish_s)
         self._say(

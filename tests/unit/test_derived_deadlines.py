@@ -48,6 +48,7 @@ def test_a_small_model_on_cpus_keeps_the_defaults(make_settings: MakeSettings) -
 def test_layers_that_are_compiled_get_the_time_on_cpus_too(make_settings: MakeSettings) -> None:
     assert make_settings(actor={"torch_compile": True}).actor.hang_s == 300
     assert make_settings(actor={"torch_compile": True, "hang_s": 40}).actor.hang_s == 40
+    assert make_settings(actor={"torch_compile": True}).controller.start_timeout_s == 600
 
 
 def test_a_large_model_with_long_responses_on_gpus_gets_the_time_it_takes(
