@@ -31,14 +31,20 @@ class Post:
 
     def __init__(self, run_dir: Path, side: Side) -> None:
         self._own = _open(run_dir, side)
+        self._is_on = False
         self._others = [_open(run_dir, other) for other in SIDES if other != side]
 
     def take(self) -> bool:
-        """Whether the process may hold device memory from now on: whether it is its side's shift. Idempotent."""
+        """Whether the process may hold device memory from now on: whether it is its side's shift. Idempotent: who is on
+        the device stays there until it leaves, whoever directs the shifts meanwhile.
+        """
+        if self._is_on:
+            return True
         # held before the look: the controller, who gives the shift away, has to see it
         if not _lock(self._own, fcntl.LOCK_SH):
             return False
         if all(map(_is_exclusive, self._others)):
+            self._is_on = True
             return True
         self.leave()
         return False
@@ -52,6 +58,7 @@ class Post:
 
     def leave(self) -> None:
         """The process holds no device memory any more. Idempotent."""
+        self._is_on = False
         _unlock(self._own)
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class ShiftPlan:
     resident: float
     """Each process's CUDA, and references that stay, in every shift."""
     scored: float
-    """References that score in a shift of their own, all at once."""
+    """The largest of the references that score in a shift of their own, one at a time."""
     parameters: float
     """The actor's parameters, which it has while it trains and while it publishes."""
     trained: float
@@ -94,7 +94,8 @@ class ShiftPlan:
             raise ConfigError(
                 "shared GPUs: while the references score they and a sleeping rollout take "
                 f"{self.scoring:,.0f} bytes of each, {self.scoring - self.gpu:,.0f} more than it has; use more GPUs "
-                "(references.<name>.num_ranks) or smaller models, or move references to other GPUs"
+                "(references.<name>.num_ranks) or smaller models, leave references.<name>.offload out, or move "
+                "references to other GPUs"
             )
         missing = self.beside_rollouts + self.rollout - self.gpu
         if missing > 0:
@@ -136,19 +137,22 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
             return rank_parameters(path, section, actor.megatron, f"references.{name}.path").held * size
         return reference_parameters(settings, name, facts).frozen * size / section.num_shards
 
-    def held(*, offload: bool) -> float:
-        return sum(held_by(name, section) for name, section in references.items() if bool(section.offload) is offload)
+    def staying(gpu: int) -> float:
+        """Bytes on one GPU of the references that stay there, and of the CUDA of all."""
+        on = {name: section for name, section in references.items() if gpu in section.devices}
+        stay = sum(held_by(name, section) for name, section in on.items() if not section.offload)
+        return len(on) * CONTEXT_BYTES + stay
 
     acting = actor_parameters(settings, facts)
     parameters, trained = state_of(actor, acting, actor.optimizer, "model.path", None)
-    num_processes = 1 + len(references)
+    num_processes = 1
     if critic is not None and shared & set(critic.devices) and (own := settings.critic_optimizer):
         trained += state_of(critic, critic_parameters(settings, facts), own, "critic.path", critic.path)[1]
         num_processes += 1
     packed = 2 * facts.largest_layer * size if actor.lora is None else 0
     return ShiftPlan(
-        resident=num_processes * CONTEXT_BYTES + held(offload=False),
-        scored=held(offload=True),
+        resident=num_processes * CONTEXT_BYTES + max(map(staying, shared), default=0.0),
+        scored=max((held_by(name, section) for name, section in references.items() if section.offload), default=0.0),
         parameters=parameters,
         trained=trained,
         passing=SLOT_BYTES + 2 * BUCKETS * settings.weights.bucket_bytes + packed + received_bytes(settings, facts),

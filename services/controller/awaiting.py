@@ -119,7 +119,8 @@ class NextBatches:
         """
         if self.end.error is not None or not self.board.stop_requested:
             return self.end.error is not None
-        is_lost = any(self.fleet.is_lost(name) for name in ("reward", *self.settings.references))
+        asked = set(self.settings.references) - set(self.settings.references_in_shifts)
+        is_lost = any(self.fleet.is_lost(name) for name in ("reward", *asked))
         scorer_gone = is_lost or bool(self.reward.trouble and not is_ready)
         too_few = self.assembly.num_live < self.settings.algorithm.groups_per_batch
         return scorer_gone or too_few or not self.fleet.rollouts()

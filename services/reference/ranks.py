@@ -105,7 +105,7 @@ class ReferenceRanks(ColumnRanks):
 
     def _move(self, parts: Sequence[training_pb2.StatePart.ValueType], to_host: bool) -> None:
         super()._move(parts, to_host)
-        if to_host and self._post is not None:
+        if to_host and self._post is not None and training_pb2.STATE_PART_PARAMETERS in parts:
             self._post.leave()
 
 

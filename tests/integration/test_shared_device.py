@@ -238,7 +238,7 @@ async def test_a_reference_that_is_away_is_asked_again_and_one_that_stays_away_e
                 assert len(reference.columns_asked) >= 3
                 reference.column_failures.extend([UnavailableError("it is gone")] * 1000)
                 with pytest.raises(
-                    BudgetSpentError, match=r"reference ref did not score .*stall_timeout_s = 2 s.* gone"
+                    BudgetSpentError, match=r"reference ref was away for .*stall_timeout_s = 2 s.* gone"
                 ):
                     await life.ends()
 
