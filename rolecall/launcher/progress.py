@@ -93,7 +93,9 @@ def shown_metrics(status: controller_pb2.RunStatus) -> list[tuple[str, str]]:
     values = {metric.name: metric.value for metric in status.metrics}
     shown = [(label, form(values[name])) for name, (label, form) in SHOWN.items() if name in values]
     evaluations = sorted(
-        name for name in values if name.startswith("eval/") and name.endswith("/accuracy") and "/source/" not in name
+        name
+        for name in values
+        if name.startswith("eval/") and name.endswith("/accuracy") and _num_of_source(name, values) is None
     )
     return shown + [(name.removesuffix("/accuracy").replace("/", " "), _decimals(values[name])) for name in evaluations]
 
@@ -103,13 +105,19 @@ def source_lines(status: controller_pb2.RunStatus) -> list[str]:
     values = {metric.name: metric.value for metric in status.metrics}
     by_set: dict[str, list[str]] = {}
     for name in sorted(values):
-        held_out, is_of_source, source = name.removesuffix("/accuracy").partition("/source/")
-        if is_of_source and name.startswith("eval/") and name.endswith("/accuracy"):
-            num_prompts = values[f"{held_out}/source/{source}/prompts"]
+        held_out, _, source = name.removesuffix("/accuracy").partition("/source/")
+        if (num_prompts := _num_of_source(name, values)) is not None:
             by_set.setdefault(held_out.replace("/", " "), []).append(
                 f"{source} {_decimals(values[name])} ({num_prompts:.0f})"
             )
     return [f"{held_out} by source: {', '.join(found)}" for held_out, found in by_set.items()]
+
+
+def _num_of_source(name: str, values: Mapping[str, float]) -> float | None:
+    """The prompts of the source whose accuracy is `name`; None of other metrics, also of a set whose name looks so."""
+    if not name.startswith("eval/") or not name.endswith("/accuracy") or "/source/" not in name:
+        return None
+    return values.get(f"{name.removesuffix('/accuracy')}/prompts")
 
 
 class PlainView:

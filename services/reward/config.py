@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolecall.errors import ConfigError
-from rolecall.settings import CodeScorer, ExternalScorer, FunctionScorer, RewardComponent, RunSettings
+from rolecall.settings import CodeScorer, ExternalScorer, FunctionScorer, RewardComponent, RunSettings, shadows_of
 from services.reward.catalog import LocalScorer
 
 
@@ -24,6 +24,15 @@ class RewardSettings:
     """Longest wait for external scorers at the start."""
     environment: tuple[str, ...] = ()
     """Names of further environment variables for users' functions."""
+    filtered: str | None = None
+    """The component that the run's filters read, or a part of it: whatever it weighs, an item is scored with it or not
+    at all.
+    """
+
+    @property
+    def shadows(self) -> frozenset[str]:
+        """The components whose failures cost an item nothing but that component."""
+        return shadows_of(self.components) - {(self.filtered or "").partition("/")[0]}
 
     @property
     def local(self) -> dict[str, LocalScorer]:
@@ -69,4 +78,5 @@ def reward_settings(settings: RunSettings) -> RewardSettings:
         search_path=section.search_path,
         start_timeout_s=settings.controller.start_timeout_s,
         environment=section.environment,
+        filtered=settings.algorithm.filters.component,
     )

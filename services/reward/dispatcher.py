@@ -17,7 +17,7 @@ from rolecall.scoring.exchange import only
 from rolecall.scoring.items import groups_of
 from rolecall.scoring.retries import with_retries
 from rolecall.scoring.scores import Failure, Outcome, Score, decode_reward
-from rolecall.settings import CodeScorer, ExternalScorer, RpcSection, scorer_environment, shadows_of
+from rolecall.settings import CodeScorer, ExternalScorer, RpcSection, scorer_environment
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.telemetry.states import StateClock
 from rolecall.v1 import reward_pb2
@@ -90,7 +90,7 @@ class Dispatcher:
     def __init__(self, settings: RewardSettings, rpc: RpcSection) -> None:
         self._settings = settings
         local, components = settings.local, settings.components
-        self._shadows = shadows_of(components)
+        self._shadows = settings.shadows
         timeouts_s = {name: components[name].timeout_s for name in local}
         environment = scorer_environment(settings.environment)
         self._pool = (

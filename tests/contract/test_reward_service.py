@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -196,6 +197,16 @@ async def test_components_are_summed_and_reported(start_service: StartService) -
     assert wrong == Score(-0.05, {"correct": 0.0, "shape": 0.0, "length": -0.1, "seen": 0.0}, answer="no")
     assert (spec.reward.min, spec.reward.max) == (-0.5, 1.2)
     assert list(spec.reads) == [reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH]
+
+
+def test_what_filters_read_is_no_shadow(tmp_path: Path) -> None:
+    parts = {
+        name: RewardComponent.model_validate({"scorer": {"kind": "exact_match"}, "weight": weight})
+        for name, weight in (("correct", 1), ("read", 0), ("seen", 0))
+    }
+    settings = RewardSettings("127.0.0.1:0", parts, num_workers=1, search_path=tmp_path, start_timeout_s=10.0)
+    assert settings.shadows == {"read", "seen"}
+    assert replace(settings, filtered="read/part").shadows == {"seen"}
 
 
 async def test_a_shadow_is_reported_and_fails_nothing(start_service: StartService, tmp_path: Path) -> None:

@@ -85,6 +85,15 @@ def test_the_sources_of_a_held_out_set_have_a_line_in_the_table_and_none_among_t
     assert "eval held 0.500\neval held by source: math 1.000 (220), openai/gsm8k 0.250 (660)\n" in table.getvalue()
 
 
+def test_a_held_out_set_whose_name_looks_like_a_source_is_shown_as_any_other() -> None:
+    shown = status(3, **{"eval/bench/source/x/accuracy": 0.5})
+    out, table = io.StringIO(), io.StringIO()
+    PlainView(out).show(shown)
+    Console(file=table, width=120).print(render(shown))
+    assert out.getvalue() == "running  step 3/20  eval bench source x 0.500\n"
+    assert "by source" not in table.getvalue()
+
+
 def test_a_start_says_what_it_waits_for() -> None:
     out = io.StringIO()
     PlainView(out).show(

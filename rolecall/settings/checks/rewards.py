@@ -121,7 +121,7 @@ def check_shaping(settings: "RunSettings") -> None:
         )
     if filters.component is not None:
         names = sorted(settings.reward.components)
-        if names and _component_of(filters.component) not in names:
+        if names and not {filters.component, _component_of(filters.component)} & {*names}:
             raise ValueError(
                 f"algorithm.filters.component {filters.component!r}: reward.components has none of that name, it has "
                 f"{names}; name one of them, or remove it"

@@ -78,7 +78,8 @@ class Sealing:
                 raise ConfigError(
                     f"the batch of step {batch.step} was sealed under other settings (algorithm, reward or critic) by "
                     "a run that was killed before it wrote the batch's columns; resume it once with the settings that "
-                    "it had, and change them after that step"
+                    "it had, and change them after that step (of a release before this one, also "
+                    "algorithm.distillation.max_log_ratio: null)"
                 ) from error
         return SealedStep(batch, contents)
 
