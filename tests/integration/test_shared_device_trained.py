@@ -102,4 +102,6 @@ async def test_a_model_trained_in_shifts_becomes_what_it_becomes_without(
     assert [step["step"] for step in shared] == [step["step"] for step in apart] == [1, 2, 3]
     for alone, together in zip(apart, shared, strict=True):
         assert together["actor/grad_norm"] > 0
-        assert {name: together[name] for name in SAME} == {name: alone[name] for name in SAME}
+        # The reference computes groups as they land, or a batch: its rows are packed, and rounded, in another way.
+        alike = {name: pytest.approx(alone[name], rel=1e-4, abs=1e-5) for name in SAME}
+        assert {name: together[name] for name in SAME} == alike
