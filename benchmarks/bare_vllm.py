@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rolecall.data.dataset import load_prompts
+from rolecall.data.dataset import load_training_prompts
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.settings import RunSettings, load_settings
@@ -95,7 +95,7 @@ def batch_requests(
 def training_prompts(settings: RunSettings) -> Iterator[list[int]]:
     """Token ids of the run's prompts in order of admission, without end."""
     renderer = PromptRenderer(PromptEncoder(ChatTokenizer(settings.model.path)), settings.data.max_prompt_tokens)
-    rows = load_prompts(settings.data.train, settings.data, settings.reward, max_prompts=settings.data.max_prompts)
+    rows = load_training_prompts(settings)
     sequence = PromptSequence(rows, renderer, seed=settings.run.seed, shuffle=settings.data.shuffle)
     while True:
         data = sequence.next().token_ids

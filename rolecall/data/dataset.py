@@ -29,6 +29,7 @@ from rolecall.settings import (
     DistillationSection,
     PluginSection,
     RewardSection,
+    RunSettings,
     shadows_of,
 )
 from rolecall.settings.data import IMAGE_MARK
@@ -100,6 +101,12 @@ def _num_bytes(value: object) -> int:
     if isinstance(value, list | tuple):
         return 16 + sum(map(_num_bytes, value))
     return 16 if isinstance(value, bool | int | float) else 16 + len(str(value).encode(errors="replace"))
+
+
+def load_training_prompts(settings: RunSettings) -> list[RawPrompt]:
+    """The rows of `data.train` that the run is trained on, in their order. ConfigError as of `load_prompts`."""
+    data, distillation = settings.data, settings.algorithm.distillation
+    return load_prompts(data.train, data, settings.reward, distillation, max_prompts=data.max_prompts)
 
 
 def load_prompts(

@@ -54,6 +54,8 @@ class ShiftPlan:
     """The smallest GPU; None where nvidia-smi does not tell."""
     configured: float
     """The most that a rollout may take, of a GPU: rollout.gpu_memory_utilization."""
+    lighter: str
+    """Settings that leave less state to the trainers while they work, as the back end has them."""
 
     @property
     def training(self) -> float:
@@ -87,7 +89,7 @@ class ShiftPlan:
             raise ConfigError(
                 "shared GPUs: while the trainers work they and a sleeping rollout take "
                 f"{self.training:,.0f} bytes of each, {self.training - self.gpu:,.0f} more than it has; use more GPUs "
-                "(num_ranks), optimizer.offload, actor.lora, critic.lora or a smaller model, leave "
+                f"(num_ranks){self.lighter} or a smaller model, leave "
                 "references.<name>.offload out, or move critic and references to other GPUs"
             )
         if self.scored and self.scoring > self.gpu:
@@ -160,6 +162,7 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
         asleep=CONTEXT_BYTES + (0 if rollout.enforce_eager else GRAPHS_BYTES),
         gpu=min(gpus.values()) if gpus else None,
         configured=rollout.gpu_memory_utilization,
+        lighter=", optimizer.offload, actor.lora, critic.lora" if actor.backend == "fsdp" else "",
     )
 
 

@@ -4,7 +4,7 @@ An epoch has the prompts that the controller would admit in one: of all files, t
 batches are made of all epochs together, as the controller makes them, which begins no epoch with a batch of its own.
 """
 
-from rolecall.data.dataset import RawPrompt, load_prompts
+from rolecall.data.dataset import RawPrompt, load_training_prompts
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
@@ -17,13 +17,7 @@ def count_steps(settings: RunSettings, num_epochs: int) -> int:
     read now.
     """
     encoder = PromptEncoder.of(settings, ChatTokenizer.of(settings.model))
-    prompts = load_prompts(
-        settings.data.train,
-        settings.data,
-        settings.reward,
-        settings.algorithm.distillation,
-        max_prompts=settings.data.max_prompts,
-    )
+    prompts = load_training_prompts(settings)
     num_kept = sum(_fits(encoder, prompt, settings.data.max_prompt_tokens) for prompt in prompts)
     num_steps = num_epochs * num_kept // settings.algorithm.groups_per_batch
     if num_steps == 0:

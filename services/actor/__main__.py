@@ -31,11 +31,16 @@ async def _serve(args: ServiceArgs) -> None:
     section = settings.actor
     connection = await asyncio.to_thread(connect, settings.store, verify=False)
     if rank_of_process()[0] > 0:
-        await follow(args, lambda hooks: build(settings, connection, hooks), takes_shifts=settings.takes_shifts)
+        await follow(
+            args, lambda hooks: build(settings, connection, hooks), side="trainers" if settings.takes_shifts else None
+        )
         return
     device_thread = DeviceThread()
     trainer = await load(
-        args, device_thread, lambda hooks: build(settings, connection, hooks), takes_shifts=settings.takes_shifts
+        args,
+        device_thread,
+        lambda hooks: build(settings, connection, hooks),
+        side="trainers" if settings.takes_shifts else None,
     )
     fence = Fence(lambda: read_ctl(connection, settings.run.name))
     consumer = f"{args.worker}.{args.incarnation}"

@@ -10,7 +10,7 @@ import grpc.aio
 
 from rolecall.algorithms.advantages.custom import load as load_advantage
 from rolecall.checkpoint.storage import open_storage
-from rolecall.data.dataset import load_prompts
+from rolecall.data.dataset import load_training_prompts
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import UnavailableError
@@ -64,13 +64,7 @@ def wire(settings: RunSettings) -> Wiring:
     """Reads the data and the user's estimator and connects to the store; ConfigError and StoreUnavailableError come
     from here.
     """
-    raw_prompts = load_prompts(
-        settings.data.train,
-        settings.data,
-        settings.reward,
-        settings.algorithm.distillation,
-        max_prompts=settings.data.max_prompts,
-    )
+    raw_prompts = load_training_prompts(settings)
     prompt_bytes = PromptBytes.largest(raw_prompts, settings.algorithm.groups_per_batch)
     policy = admission_policy(settings, prompt_bytes)
     if isinstance(settings.algorithm.advantage, CustomAdvantage):

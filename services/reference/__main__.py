@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rolecall import telemetry
 from rolecall.rpc.role_process import ServiceArgs, parse_args, run
 from rolecall.settings import rank_of_process
+from rolecall.shifts import Side
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,13 +35,13 @@ async def _serve(args: ServiceArgs) -> None:
 
     instance = config.instance_of(args.worker)
     section = config.section(settings, instance)
+    side: Side | None = "references" if section.offload else None
     connection = await asyncio.to_thread(connect, settings.store, verify=False)
     if rank_of_process()[0] > 0:
         await follow(
             args,
             lambda hooks: build(settings, instance, connection, hooks),
-            takes_shifts=bool(section.offload),
-            side="references",
+            side=side,
         )
         return
     device_thread = DeviceThread()
@@ -48,8 +49,7 @@ async def _serve(args: ServiceArgs) -> None:
         args,
         device_thread,
         lambda hooks: build(settings, instance, connection, hooks),
-        takes_shifts=bool(section.offload),
-        side="references",
+        side=side,
     )
     fence = Fence(lambda: read_ctl(connection, settings.run.name))
     calls = ColumnCalls(role, device_thread, fence, section.token_budget)

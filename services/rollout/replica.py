@@ -417,7 +417,7 @@ class Replica:
 
     async def wake_up(self) -> None:
         """Takes the memory back. Idempotent. A caller that leaves does not interrupt it: the engine would be awake, and
-        seem asleep. ConflictError in the trainers' shift; DeviceFullError.
+        seem asleep. ConflictError in another side's shift; DeviceFullError.
         """
         self._require_sleep()
         await self._seen_to_its_end(self._wake_up())
@@ -426,7 +426,9 @@ class Replica:
         async with self._changing:  # bounded: each change has a deadline of its own, and the caller has one
             if self.held.sleep_level:
                 if self._post is not None and not self._post.take():
-                    raise ConflictError("the trainers are on the device; wake the engine when they have left it")
+                    raise ConflictError(
+                        "trainers or references are on the device; wake the engine when they have left it"
+                    )
                 with self._activity.asking():
                     await self._engine.wake_up()
                 self.held.wake()

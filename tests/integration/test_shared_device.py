@@ -121,7 +121,7 @@ class SharingReference(ColumnTwin):
 
 async def serve_reference(run: TwinRun) -> SharingReference:
     """Serves it where its section says, once its shift has come, as a process of its own does."""
-    async with on_shift(run.settings, bool(run.settings.references["ref"].offload), "references"):
+    async with on_shift(run.settings, "references" if run.settings.references["ref"].offload else None):
         reference = SharingReference(run)
     calls = ColumnCalls(reference, DeviceThread(), Fence(lambda: read_ctl(run.store.connection, run.store.run)), 2**20)
     calls.start()

@@ -38,7 +38,8 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     actor = actor_parameters(settings, facts)
     acting = _trained_per_rank(settings, settings.actor, actor, "model.path", settings.model.path)
     yield (f"memory (estimates without activations): actor {in_bytes(acting)} per rank x {settings.actor.num_ranks}")
-    yield from _moments(settings.actor, settings.actor.optimizer, actor)
+    optimized = _optimized_per_rank(settings, settings.actor, actor, "model.path", settings.model.path)
+    yield from _moments(settings.actor.optimizer, optimized)
     yield from _gathered(settings, weights)
     if settings.actor.lora is not None:
         yield (
@@ -65,7 +66,8 @@ def _critic(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         path = settings.critic.path or settings.model.path
         valuing = _trained_per_rank(settings, settings.critic, critic, "critic.path", path)
         yield f"  critic {in_bytes(valuing)} per rank x {settings.critic.num_ranks}"
-        yield from _moments(settings.critic, optimizer, critic)
+        optimized = _optimized_per_rank(settings, settings.critic, critic, "critic.path", path)
+        yield from _moments(optimizer, optimized)
         if settings.critic.lora is not None:
             yield (
                 f"    its adapters: {critic.trained / 1e6:,.2f}M parameters and the value head are trained and kept; "
@@ -164,11 +166,19 @@ def _trained_per_rank(
     return rank_parameters(path, section, settings.actor.megatron, setting).trained_bytes(size)
 
 
-def _moments(section: TrainerSection, optimizer: OptimizerSection, counts: ParameterCounts) -> Iterator[str]:
+def _optimized_per_rank(
+    settings: RunSettings, section: TrainerSection, counts: ParameterCounts, setting: str, path: Path
+) -> float:
+    if settings.actor.backend == "fsdp":
+        return counts.trained / section.num_shards
+    return rank_parameters(path, section, settings.actor.megatron, setting).optimized
+
+
+def _moments(optimizer: OptimizerSection, num_parameters: float) -> Iterator[str]:
     if optimizer.offload:
         yield (
-            f"    of which at most {in_bytes(counts.trained * MOMENT_BYTES_PER_PARAMETER / section.num_shards)}, "
-            "moments, are in host memory but for the step"
+            f"    of which at most {in_bytes(num_parameters * MOMENT_BYTES_PER_PARAMETER)}, moments, are in host "
+            "memory but for the step"
         )
 
 

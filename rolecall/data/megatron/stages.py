@@ -20,7 +20,7 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters on the rank that computes with most of them."""
+    """Most parameters of a rank, by what it does with them."""
 
     held: float
     """Parameters that it computes with."""
@@ -94,7 +94,7 @@ def rank_parameters(path: Path, section: TrainerSection, megatron: MegatronSecti
         )
         for whole, spread in zip(dense, experts, strict=True)
     ]
-    return max(found, key=lambda rank: rank.held)
+    return RankParameters(max(rank.held for rank in found), max(rank.optimized for rank in found))
 
 
 def _read(path: Path, parallel: LayoutSection, setting: str) -> _Sizes:

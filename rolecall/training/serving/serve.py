@@ -38,16 +38,15 @@ async def load(
     device_thread: DeviceThread,
     build: Callable[[ProcessHooks], E],
     *,
-    takes_shifts: bool = False,
-    side: Side = "trainers",
+    side: Side | None = None,
 ) -> E:
-    """Rank 0: builds the role in the device thread, once it is the shift of its `side` where it `takes_shifts`.
+    """Rank 0: builds the role in the device thread, once it is the shift of its `side`; None: it takes none.
     DeadlineError when the model is not loaded within controller.start_timeout_s.
     """
     timeout_s = args.settings.controller.start_timeout_s
     hooks = ProcessHooks(args.worker, device_thread.progressed, way_out(args.worker), stop=way_to_stop())
     try:
-        async with on_shift(args.settings, takes_shifts, side), asyncio.timeout(timeout_s):
+        async with on_shift(args.settings, side), asyncio.timeout(timeout_s):
             return await device_thread.run(lambda: build(hooks), "loading the model")
     except TimeoutError as error:
         raise DeadlineError(
@@ -59,24 +58,23 @@ async def follow(
     args: ServiceArgs,
     build: Callable[[ProcessHooks], Follower],
     *,
-    takes_shifts: bool = False,
-    side: Side = "trainers",
+    side: Side | None = None,
 ) -> None:
     """The other ranks: builds, as rank 0 does, and obeys it until it stops the group. They leave when rank 0 says so,
     whom a signal is passed on to, and at once when it is lost. Where it was stopped, so were they.
     """
     stopping = stop_requested()
     hooks = ProcessHooks(args.worker, lost=way_out(args.worker), is_stopping=stopping.is_set)
-    async with on_shift(args.settings, takes_shifts, side):
+    async with on_shift(args.settings, side):
         role = await asyncio.to_thread(build, hooks)
     if not await asyncio.to_thread(role.follow):
         stopping.set()
 
 
 @asynccontextmanager
-async def on_shift(settings: RunSettings, takes_shifts: bool, side: Side = "trainers") -> AsyncIterator[None]:
-    """Entered in the shift of `side`; while inside, it goes on."""
-    if not takes_shifts:
+async def on_shift(settings: RunSettings, side: Side | None) -> AsyncIterator[None]:
+    """Entered in the shift of `side`, at once where it is None; while inside, it goes on."""
+    if side is None:
         yield
         return
     post = Post(settings.run.dir, side)

@@ -128,15 +128,15 @@ class GroupScorer:
             async with FirstErrorGroup() as tasks:
                 scored_before = all("reward" in row for row in rows)
                 scoring = None if scored_before else tasks.create_task(self._score(refs, metas, rows))
-                asked = self._asked(metas[0].prompt)
+                asked, in_shifts = self._asked(metas[0].prompt), self._settings.references_in_shifts
+                later = tuple(each for each in asked if each[0] in in_shifts)
                 for name, prefix in asked:
-                    if name not in self._settings.references_in_shifts:
+                    if name not in in_shifts:
                         tasks.create_task(self._ask(name, prefix, refs[:num_responses]))
             names = await self._component_names()
             scores = _kept_scores(rows, names) if scoring is None else scoring.result()
             if "token_rewards" in self._settings.columns_trained_on:
                 _require_token_rewards(scores[:num_responses])
-        later = tuple(each for each in asked if each[0] in self._settings.references_in_shifts)
         return replace(_scored_group(group, rows, metas, scores, names, landed_at_s), references=later)
 
     async def _score(

@@ -138,9 +138,11 @@ class DeviceShifts:
         request = training_pb2.OffloadRequest(ctl=ctl)
         calls = [self._references[name].Offload(request, timeout=MOVE_TIMEOUT_S) for name in references]
         outcomes = await asyncio.gather(*(_outcome(call) for call in calls))
-        for error in outcomes:
+        for name, error in zip(references, outcomes, strict=True):
             if isinstance(error, FencedError):
                 raise error
+            if error is not None and not isinstance(error, UnavailableError):
+                logger.warning("reference %s does not leave the shared devices: %s", name, error.message)
         return [name for name, error in zip(references, outcomes, strict=True) if error is None]
 
     async def _put_to_sleep(self, ctl: int, rollout: Rollout) -> None:

@@ -18,7 +18,7 @@ from tests.twins.calls import trainer_calls
 async def serve(args: ServiceArgs, hook: Hook, connection: Connection, fence: Fence) -> None:
     """Serves until it is stopped."""
     settings, section, consumer = args.settings, args.settings.actor, f"{args.worker}.{args.incarnation}"
-    async with on_shift(settings, settings.takes_shifts):
+    async with on_shift(settings, "trainers" if settings.takes_shifts else None):
         actor = ChaosActor(settings, connection, hook, args.incarnation)
     run = settings.run
     calls = trainer_calls(actor, connection, run.name, fence, run.checkpoints, section.token_budget, consumer)

@@ -19,7 +19,7 @@ from tests.chaos.wiring import Hook
 async def serve(args: ServiceArgs, hook: Hook, connection: Connection, fence: Fence) -> None:
     """Serves until it is stopped."""
     settings, section = args.settings, config.section(args.settings, args.worker)
-    async with on_shift(settings, bool(section.offload), "references"):
+    async with on_shift(settings, "references" if section.offload else None):
         reference = ChaosReference(settings, connection, hook, args.worker)
     calls = ColumnCalls(reference, DeviceThread(), fence, section.token_budget)
     server = make_server(settings, section, f"references.{args.worker}")
