@@ -25,8 +25,8 @@ from rolecall.training.serving.trainer import Progress
 from rolecall.v1 import controller_pb2, reference_pb2_grpc, training_pb2
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch, TrajectoryMeta
 from services.reference.service import ReferenceServicer
-from services.rollout.sampling import Probed, Sample, SampleRequest
-from services.rollout.scripted import ScriptedEngine
+from services.rollout.sampling import Probed, Sample, SampleRequest, VersionSpan
+from services.rollout.scripted import POLL_S, Running, ScriptedEngine
 from tests.ports import free_port
 from tests.twins.device import (
     MIB,
@@ -47,9 +47,9 @@ from tests.waiting import until
 class SharingEngine(ScriptedEngine):
     """A rollout engine on the run's device, which notes who else is there while it samples."""
 
-    def __init__(self, run: TwinRun) -> None:
+    def __init__(self, run: TwinRun, name: str = "rollout-0") -> None:
         super().__init__(vocab_size=200, sleep_levels=(1, 2))
-        self._memory = EngineMemory(device_of(run.settings, "rollout-0"))
+        self._memory = EngineMemory(device_of(run.settings, name))
         self._device = run.settings.run.dir.parent / "device"
         self.levels: list[int] = []
         """Of its sleeps."""
@@ -194,6 +194,86 @@ async def test_a_side_is_alone_on_the_device_and_nothing_else_of_a_run_changes(
         versions = [version for _, version in actor.publishes]
         assert [step for step, _ in actor.publishes] == [0, 1, 2, 3, 4]
         assert versions == sorted(versions)
+
+
+class LongEngine(SharingEngine):
+    """An engine one of whose first responses does not end under the weights that it began with."""
+
+    LONG = "0/0:"
+    """Beginning of its request's id, whatever the attempt."""
+
+    def __init__(self, run: TwinRun) -> None:
+        super().__init__(run)
+        self._long: Running | None = None
+        self.num_begun = 0
+        self.spans: list[VersionSpan] = []
+
+    async def _sample(self, request: SampleRequest, running: Running) -> Sample:
+        if not request.request_id.startswith(self.LONG):
+            return await super()._sample(request, running)
+        self._long = running
+        self.num_begun += 1
+        sample = await super()._sample(request, running)
+        self.spans += sample.spans
+        return sample
+
+    def _next(self, request: SampleRequest, position: int) -> tuple[int, float]:
+        begins = request.request_id.startswith(self.LONG) and position < 2
+        return (3, -1.0) if begins else super()._next(request, position)
+
+    async def _turn(self, running: Running) -> None:
+        while running is self._long and running.tokens and self._version == running.versions[0]:
+            if running.aborted:
+                return
+            self._num_moves += 1
+            await asyncio.sleep(POLL_S)
+        await super()._turn(running)
+
+
+async def test_a_step_does_not_wait_for_a_response_that_goes_on_after_it(light_run: LightRun) -> None:
+    async with light_run(
+        rollout=SHARED,
+        run={"num_steps": 3},
+        algorithm={"groups_per_batch": 4, "max_staleness": 1},
+        controller={"stall_timeout_s": 60.0},
+    ) as run:
+        actor = share(run)
+        async with run.controller() as life:
+            engine = LongEngine(run)
+            async with run.rollout("rollout-0", engine=engine):
+                await life.ends()
+        check_trained_once(actor, 3 * 4 * 2)
+        assert engine.num_begun == 1, "it was aborted and begun again"
+        assert (engine.spans[0].start, engine.spans[0].end) == (0, 1)
+        assert len({span.policy_version for span in engine.spans}) == 2
+        assert max(step["staleness/max"] for step in run.metrics()) == 1
+
+
+class LateEngine(SharingEngine):
+    """An engine that cannot be reached the first time it is to wake."""
+
+    async def wake_up(self) -> None:
+        if not self._is_late:
+            self._is_late = True
+            raise UnavailableError("the connection was lost")
+        await super().wake_up()
+
+    _is_late = False
+
+
+async def test_a_rollout_that_did_not_answer_is_asked_again_to_wake_and_left_out_of_nothing(
+    light_run: LightRun,
+) -> None:
+    async with light_run(rollout={**SHARED, "num_replicas": 2}, run={"num_steps": 2}) as run:
+        actor = share(run)
+        async with run.controller() as life:
+            engines = {"rollout-0": SharingEngine(run), "rollout-1": LateEngine(run, "rollout-1")}
+            async with AsyncExitStack() as stack:
+                for name, engine in engines.items():
+                    await stack.enter_async_context(run.rollout(name, engine=engine))
+                await life.ends()
+        assert actor.publishes
+        assert [step["publish/left_out"] for step in run.metrics()] == [0, 0]
 
 
 async def test_a_reference_is_on_the_device_while_it_scores_a_batch_and_alone_then(light_run: LightRun) -> None:

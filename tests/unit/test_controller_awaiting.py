@@ -1,7 +1,7 @@
 """A batch that is awaited when people ask the run to stop."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,37 @@ from services.controller.groups.failures import RunEnd
 from services.controller.groups.prompts import Cursor
 
 
+def stopped(
+    settings: RunSettings,
+    next_batch: Callable[..., Awaitable[list[Any]]],
+    *,
+    trouble: str = "",
+    lost: Collection[str] = (),
+    look: Callable[[], None] = lambda: None,
+) -> NextBatches:
+    """The batches of a run that people asked to stop."""
+
+    async def looks() -> None:
+        look()
+
+    rollout = SimpleNamespace(consumer="r.0", progress=0, phase="sampling")
+    board, parts = RunBoard(), SimpleNamespace
+    board.stop(checkpoint=False, failure="")
+    return NextBatches(
+        settings,
+        recovered=parts(position=parts(step=0)),  # type: ignore[arg-type]
+        assembly=parts(next_batch=next_batch, num_live=10**6, num_changes=0),  # type: ignore[arg-type]
+        fleet=parts(rollouts=lambda: [rollout], is_lost=lambda name: name in lost),  # type: ignore[arg-type]
+        board=board,
+        reward=parts(trouble=trouble),  # type: ignore[arg-type]
+        end=RunEnd(),
+        look=looks,
+        waits_for_room=lambda: False,
+        cursor=lambda: Cursor(0, 0, 0),
+        trouble=lambda: "",
+    )
+
+
 @pytest.mark.parametrize("is_ready", [True, False])
 async def test_a_stop_while_the_scorer_is_away_leaves_no_batch_that_is_ready(
     make_settings: Callable[..., RunSettings], is_ready: bool
@@ -23,25 +54,26 @@ async def test_a_stop_while_the_scorer_is_away_leaves_no_batch_that_is_ready(
             await asyncio.Event().wait()
         return ["a group"]
 
-    async def look() -> None:
-        """Does nothing."""
+    async with asyncio.timeout(60):
+        batch = await stopped(make_settings(), next_batch, trouble="it is away").next(3)
+    assert (batch is not None) == is_ready
 
-    rollout = SimpleNamespace(consumer="r.0", progress=0, phase="sampling")
-    board, parts = RunBoard(), SimpleNamespace
-    board.stop(checkpoint=False, failure="")
-    batches = NextBatches(
-        make_settings(),
-        recovered=parts(position=parts(step=0)),  # type: ignore[arg-type]
-        assembly=parts(next_batch=next_batch, num_live=10**6, num_changes=0),  # type: ignore[arg-type]
-        fleet=parts(rollouts=lambda: [rollout], is_lost=lambda name: False),  # type: ignore[arg-type]
-        board=board,
-        reward=parts(trouble="it is away"),  # type: ignore[arg-type]
-        end=RunEnd(),
-        look=look,
-        waits_for_room=lambda: False,
-        cursor=lambda: Cursor(0, 0, 0),
-        trouble=lambda: "",
+
+@pytest.mark.parametrize("offload", [True, False])
+async def test_a_stop_waits_for_its_batch_without_a_reference_that_comes_back_in_its_shift(
+    make_settings: Callable[..., RunSettings], offload: bool
+) -> None:
+    seen = asyncio.Event()
+
+    async def next_batch(*args: Any, **kwargs: Any) -> list[Any]:
+        await seen.wait()
+        return ["a group"]
+
+    settings = make_settings(
+        rollout={"sleep_mode": True},
+        references={"ref": {"offload": offload}},
+        algorithm={"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}},
     )
     async with asyncio.timeout(60):
-        batch = await batches.next(3)
-    assert (batch is not None) == is_ready
+        batch = await stopped(settings, next_batch, lost={"ref"}, look=seen.set).next(3)
+    assert (batch is not None) == offload

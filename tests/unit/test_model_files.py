@@ -68,6 +68,10 @@ def half_of_two(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def without_index(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+
+
 def smaller_embedding(model: Path) -> None:
     save_file({"model.embed_tokens.weight": np.zeros((VOCAB_SIZE - 9, 32), np.float32)}, model / "model.safetensors")
 
@@ -97,6 +101,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
         "model.safetensors.index.json names model-00002-of-00002.safetensors, which is not there (1 missing); "
         "download the rest",
     ),
+    (without_index, " has model-00001-of-00002.safetensors and no model.safetensors.index.json; download the rest"),
     (without("tokenizer.json"), " has no tokenizer.json; save the tokenizer with save_pretrained, as a fast tokenizer"),
     (
         write("tokenizer.json", b'{"version"'),

@@ -51,6 +51,19 @@ def test_a_side_has_the_devices_to_itself_until_all_of_it_have_left(
     assert opposite.take()
 
 
+def test_who_is_on_the_devices_stays_there_while_nobody_directs_the_shifts(tmp_path: Path) -> None:
+    first, post = ShiftLocks(tmp_path), Post(tmp_path, "references")
+    assert first.give_to("references")
+    assert post.take()
+    first.close()
+    assert post.take()
+    second = ShiftLocks(tmp_path)
+    assert not second.give_to("trainers"), "its memory is there"
+    post.leave()
+    assert second.give_to("trainers")
+    second.close()
+
+
 def test_who_looks_is_not_on_the_devices(tmp_path: Path, locks: ShiftLocks) -> None:
     assert locks.give_to("rollouts")
     post = Post(tmp_path, "trainers")
