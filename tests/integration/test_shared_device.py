@@ -24,6 +24,7 @@ from rolecall.training.serving.serve import on_shift
 from rolecall.training.serving.trainer import Progress
 from rolecall.v1 import controller_pb2, reference_pb2_grpc, training_pb2
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch, TrajectoryMeta
+from rolecall.weights.transferred import Transferred
 from services.reference.service import ReferenceServicer
 from services.rollout.sampling import Probed, Sample, SampleRequest, VersionSpan
 from services.rollout.scripted import POLL_S, Running, ScriptedEngine
@@ -55,6 +56,12 @@ class SharingEngine(ScriptedEngine):
         """Of its sleeps."""
         self.beside: set[int] = set()
         """Bytes of the trainers while it sampled."""
+        self.versions: list[int] = []
+        """Versions that it loaded."""
+
+    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
+        self.versions.append(policy_version)
+        return await super().receive(epoch, policy_version, bucket_timeout_s)
 
     async def sample(self, request: SampleRequest) -> Sample:
         self.beside.add(sum(number for who, number in held_by(self._device).items() if not who.startswith("rollout")))
@@ -261,19 +268,16 @@ class LateEngine(SharingEngine):
     _is_late = False
 
 
-async def test_a_rollout_that_did_not_answer_is_asked_again_to_wake_and_left_out_of_nothing(
-    light_run: LightRun,
-) -> None:
+async def test_a_rollout_that_did_not_answer_is_asked_again_to_wake_and_has_every_version(light_run: LightRun) -> None:
     async with light_run(rollout={**SHARED, "num_replicas": 2}, run={"num_steps": 2}) as run:
-        actor = share(run)
+        share(run)
         async with run.controller() as life:
             engines = {"rollout-0": SharingEngine(run), "rollout-1": LateEngine(run, "rollout-1")}
             async with AsyncExitStack() as stack:
                 for name, engine in engines.items():
                     await stack.enter_async_context(run.rollout(name, engine=engine))
                 await life.ends()
-        assert actor.publishes
-        assert [step["publish/left_out"] for step in run.metrics()] == [0, 0]
+        assert [engine.versions for engine in engines.values()] == [[0, 1, 2]] * 2
 
 
 async def test_a_reference_is_on_the_device_while_it_scores_a_batch_and_alone_then(light_run: LightRun) -> None:
