@@ -110,7 +110,7 @@ def main() -> None:
             with rollout_process(
                 Path(temporary),
                 model,
-                environment={"address": address, "max_turns": NUM_TURNS + 1},
+                environments={"game": {"address": address, "max_turns": NUM_TURNS + 1}},
                 sampling={"num_responses": GROUP, "max_tokens": 440},
                 data={"max_prompt_tokens": 60},
                 rollout={"max_num_seqs": NUM_EPISODES},

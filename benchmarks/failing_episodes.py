@@ -63,8 +63,8 @@ def learned(folder: Path, share: float, way: str, arguments: argparse.Namespace)
         "evaluation.sets.heldout.num_responses": 4,
         "evaluation.every_steps": arguments.every,
         "actor.optimizer.learning_rate": arguments.learning_rate,
-        "environment.max_attempts": 1000,
-        "environment.address": address,
+        "environments.game.max_attempts": 1000,
+        "environments.game.address": address,
         "reward.components.found.scorer.min": -1,
     }
     if way in ("masked", "left out"):

@@ -49,7 +49,7 @@ class Given(Enum):
     OLD_ROUTING = auto()
     """Replay of the old policy's routing (actor.router_replay r2)."""
     IMAGES = auto()
-    """Prompts or environments that may show images (data.images_field, environment.max_image_bytes)."""
+    """Prompts or environments that may show images (data.images_field, environments.*.max_image_bytes)."""
     REFERENCE = auto()
     """The reference in the column's name."""
 

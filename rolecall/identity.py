@@ -108,10 +108,17 @@ FIXED = (
     Fixed("run.name", "the store's keys carry it", lambda settings: settings.run.name),
     *_OF_BOTH,
     Fixed(
-        "environment.max_image_bytes",
-        "whether it is set says what rows hold and whether a vision tower is trained",
+        "environments.*.max_image_bytes",
+        "whether one is set says what rows hold and whether a vision tower is trained",
         lambda settings: settings.max_environment_image_bytes > 0,
         default=False,
+    ),
+    Fixed(
+        "environments",
+        "prompts in flight name the one that they are played in",
+        lambda settings: {
+            name: section.model_dump(mode="json")["when"] for name, section in settings.environments.items()
+        },
     ),
     Fixed(
         "data.max_prompts",

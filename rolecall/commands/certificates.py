@@ -8,6 +8,7 @@ DIR/<role>/{tls.crt, tls.key, ca.crt}. The authority's own key stays in DIR, whi
 import datetime
 import ipaddress
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,9 +24,9 @@ from rolecall.rpc.callers import Caller
 from rolecall.settings import RpcSection
 
 AUTHORITY_DAYS = 3650
-SERVERS = ("environment", "store")
-"""The folders of an environment that the run calls as its roles call each other, and of a server of the store: where
-one has a host, a certificate that names this alone, for it calls no role.
+SERVERS = re.compile(r"store|environment-[a-z0-9-]+")
+"""The folders of a server of the store, and of environments that the run calls as its roles call each other: where one
+has a host, a certificate that names this alone, for it calls no role.
 """
 _SKEW = datetime.timedelta(minutes=5)
 """Certificates are valid a little before now: clocks differ."""
@@ -115,9 +116,8 @@ def certificates(
             uri = template.removesuffix("/{instance}").replace("{run}", run).replace("{role}", role)
             names = [role, "localhost", "127.0.0.1", "::1", *named[role]]
             authority.issue(directory / role, [uri.replace("{instance}", role)], names, datetime.timedelta(days=days))
-        for server in SERVERS:
-            if named[server]:
-                authority.issue(directory / server, [], named[server], datetime.timedelta(days=days))
+        for server in filter(SERVERS.fullmatch, named):
+            authority.issue(directory / server, [], named[server], datetime.timedelta(days=days))
     sys.stdout.write(
         f"{len(Caller)} certificates of run {run}, valid for {days:g} days, in {directory}/<role>; in the "
         f"configuration: rpc.tls: {{certificate_file: {directory}/{{role}}/tls.crt, "
@@ -127,12 +127,13 @@ def certificates(
 
 
 def _hosts(given: Sequence[str]) -> Mapping[str, list[str]]:
-    named: dict[str, list[str]] = {role: [] for role in (*Caller, *SERVERS)}
+    named: dict[str, list[str]] = {role: [] for role in Caller}
     for word in given:
         role, equals, name = word.partition("=")
-        if role not in named or not equals or not name:
-            raise ConfigError(f"--host {word} is not ROLE=NAME; roles are {', '.join(named)}")
-        named[role].append(name)
+        if not (role in named or SERVERS.fullmatch(role)) or not equals or not name:
+            others = "store and environment-NAME of environments.NAME"
+            raise ConfigError(f"--host {word} is not ROLE=NAME; roles are {', '.join(Caller)}, {others}")
+        named.setdefault(role, []).append(name)
     return named
 
 

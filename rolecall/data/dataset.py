@@ -27,6 +27,7 @@ from rolecall.settings import (
     CodeScorer,
     DataSection,
     DistillationSection,
+    EnvironmentSection,
     PluginSection,
     RewardSection,
     RunSettings,
@@ -70,6 +71,8 @@ class RawPrompt:
     """Further answers that are as right as ground_truth."""
     images: tuple[ImageFile, ...] = ()
     """The images that the messages show, in their order."""
+    environment: str = ""
+    """Name of the environment that it is played in; empty: it is answered once."""
 
     @property
     def said(self) -> list[dict[str, str]]:
@@ -105,8 +108,14 @@ def _num_bytes(value: object) -> int:
 
 def load_training_prompts(settings: RunSettings) -> list[RawPrompt]:
     """The rows of `data.train` that the run is trained on, in their order. ConfigError as of `load_prompts`."""
-    data, distillation = settings.data, settings.algorithm.distillation
-    return load_prompts(data.train, data, settings.reward, distillation, max_prompts=data.max_prompts)
+    return load_prompts(
+        settings.data.train,
+        settings.data,
+        settings.reward,
+        settings.algorithm.distillation,
+        environments=settings.environments,
+        max_prompts=settings.data.max_prompts,
+    )
 
 
 def load_prompts(
@@ -115,6 +124,7 @@ def load_prompts(
     reward: RewardSection,
     distillation: DistillationSection | None = None,
     *,
+    environments: Mapping[str, EnvironmentSection] = {},
     counts_images: bool = False,
     max_prompts: int | None = None,
 ) -> list[RawPrompt]:
@@ -122,9 +132,9 @@ def load_prompts(
     Nothing is kept of their images but how many where it `counts_images`. ConfigError names the line (from 1) and the
     field that is wrong.
 
-    A component of `reward` must apply to every prompt, and a ground truth must be there when one compares with it; what
-    scorers elsewhere need is theirs to say. A teacher must be there for every prompt that is trained on with
-    `distillation`.
+    At most one of `environments` may take a prompt. A component of `reward` must apply to every prompt, and a ground
+    truth must be there when one compares with it; what scorers elsewhere need is theirs to say. A teacher must be there
+    for every prompt that is trained on with `distillation`.
     """
     left_out: set[str] = set()
     paths = (files,) if isinstance(files, Path) else files
@@ -132,7 +142,16 @@ def load_prompts(
     folders = [None if counts_images else path.parent for path in paths]
     rows = rows_of(files, setting, data.preprocess, data.images_field)
     prompts = [
-        _parse(row, where, folders[place - 1], line if place == 1 else f"{place}:{line}", data, reward, left_out)
+        _parse(
+            row,
+            where,
+            folders[place - 1],
+            line if place == 1 else f"{place}:{line}",
+            data,
+            reward,
+            environments,
+            left_out,
+        )
         for place, line, where, row in (rows if max_prompts is None else _drawn(rows, max_prompts))
     ]
     for name in sorted(left_out):
@@ -282,6 +301,7 @@ def _parse(
     default_uid: str,
     data: DataSection,
     reward: RewardSection,
+    environments: Mapping[str, EnvironmentSection],
     left_out: set[str],
 ) -> RawPrompt:
     """The prompt of a row; fields that no message holds as they are are added to `left_out`."""
@@ -306,9 +326,26 @@ def _parse(
         if _is_rounded(value):
             left_out.add(name)
             del metadata[name]
-    truths = _ground_truths(row, where, data, _comparing(reward, metadata, where))
+    environment = _environment(environments, metadata, where)
+    truths = _ground_truths(row, where, data, _comparing(reward, metadata, environment, where))
     truth = truths[0] if truths else ""
-    return RawPrompt(_uid(row, where, default_uid), messages, truth, metadata, where, truths[1:], images)
+    uid = _uid(row, where, default_uid)
+    return RawPrompt(uid, messages, truth, metadata, where, truths[1:], images, environment)
+
+
+def _environment(environments: Mapping[str, EnvironmentSection], metadata: Mapping[str, Any], where: str) -> str:
+    """The name of the environment that takes a prompt with these fields; empty where none does. ConfigError where more
+    than one does.
+    """
+    taking = [name for name, section in environments.items() if section.takes(metadata)]
+    if len(taking) > 1:
+        fields = sorted({field for name in taking for field in environments[name].when})
+        found = ", ".join(f"{field}: {metadata.get(field)!r}" for field in fields) or "they have no when"
+        raise ConfigError(
+            f"{where}: the environments {' and '.join(taking)} take the prompt ({found}), which can be played in one; "
+            f"mend the line, or narrow environments.{taking[0]}.when or environments.{taking[1]}.when"
+        )
+    return taking[0] if taking else ""
 
 
 def images_of(
@@ -346,17 +383,21 @@ def _is_rounded(value: object) -> bool:
     return isinstance(value, int) and float(value) != value
 
 
-def _comparing(reward: RewardSection, metadata: Mapping[str, Any], where: str) -> str | None:
+def _comparing(reward: RewardSection, metadata: Mapping[str, Any], environment: str, where: str) -> str | None:
     """The first component that compares the prompt's responses with a ground truth. ConfigError when none scores
     them.
     """
-    applying = {name: part for name, part in reward.components.items() if part.applies_to(metadata)}
+    applying = {name: part for name, part in reward.components.items() if part.applies_to(metadata, environment)}
     if reward.components and not applying.keys() - shadows_of(reward.components):
         fields = sorted({field for part in reward.components.values() for field in part.when})
-        found = ", ".join(f"{field}: {metadata.get(field)!r}" for field in fields)
+        found = [f"{field}: {metadata.get(field)!r}" for field in fields]
+        widened = "a when of reward.components"
+        if any(part.is_given for part in reward.components.values()):
+            found.append(f"environment: {environment or 'none'}")
+            widened += ", or of the environment that is to play it" if not environment else ""
         raise ConfigError(
-            f"{where}: no component of the reward applies to the prompt ({found}); mend the line, or widen a when "
-            "of reward.components"
+            f"{where}: no component of the reward applies to the prompt ({', '.join(found)}); mend the line, or widen "
+            f"{widened}"
         )
     if any(part.scorer.kind == "ifeval" for part in applying.values()):
         _check_instructions(metadata, where)

@@ -29,7 +29,7 @@ def check_images(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     _check_dtype(settings)
     why = "as adapters are of the language model alone" if settings.actor.lora is not None else "as it is asked to"
     if not settings.shows_images:
-        why = "as no images are shown (data.images_field, environment.max_image_bytes)"
+        why = "as no images are shown (data.images_field, environments.*.max_image_bytes)"
     stays = settings.freezes_vision_tower or settings.actor.lora is not None
     yield (
         f"vision tower: {facts.num_tower_parameters / 1e6:,.2f}M of these parameters, "
@@ -78,9 +78,9 @@ def _check_others(settings: RunSettings) -> None:
         tokens = read_visual_tokens(path, setting)
         if tokens is None:
             raise ConfigError(
-                f"{setting} {path} is no model that sees images, which this run shows "
-                f"(data.images_field, environment.max_image_bytes); name one ({', '.join(FAMILIES)}), or leave it out: "
-                "model.path takes its place"
+                f"{setting} {path} is no model that sees images, which this run shows (data.images_field, "
+                f"environments.*.max_image_bytes); name one ({', '.join(FAMILIES)}), or leave it out: model.path takes "
+                "its place"
             )
         if tokens != own:
             raise ConfigError(

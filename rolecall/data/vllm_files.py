@@ -35,8 +35,8 @@ def check_engine_arguments(given: Iterable[str]) -> None:
 
 
 def check_tool_parser(name: str) -> None:
-    """ConfigError when `environment.tool_parser` is none of the installed vLLM's. Where vLLM is not installed nothing
-    is known; the replica asks again.
+    """ConfigError when `name`, of environments.*.tool_parser, is none of the installed vLLM's. Where vLLM is not
+    installed nothing is known; the replica asks again.
     """
     body = _source("tool_parsers/__init__.py")
     if body is None:
@@ -50,7 +50,7 @@ def check_tool_parser(name: str) -> None:
     }
     if name not in known:
         raise ConfigError(
-            f"environment.tool_parser: the installed vLLM has no parser {name!r}{did_you_mean(name, known)}; it has "
+            f"environments.*.tool_parser: the installed vLLM has no parser {name!r}{did_you_mean(name, known)}; it has "
             f"{', '.join(sorted(known))}"
         )
 

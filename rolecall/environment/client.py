@@ -64,7 +64,7 @@ class EnvironmentClient:
         """`address` names it in messages. Closes the channel with itself."""
         self.stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
         self._channel = channel
-        self._address = address
+        self.address = address
         self._spec: environment_pb2.DescribeEnvironmentResponse | None = None
         self._limit = RateLimit()
         self._away_until = float("-inf")
@@ -172,7 +172,7 @@ class EnvironmentClient:
             except (UnavailableError, DeadlineError, RateLimitedError) as error:
                 if opens and isinstance(error, RateLimitedError):
                     self._limit.refused(called_at, float(error.details.get("retry_after_s", 0.0)))
-                    full = f"the environment at {self._address} is full: {error.message}"
+                    full = f"the environment at {self.address} is full: {error.message}"
                     raise EnvironmentAwayError(full) from error
                 if time.monotonic() + pause_s >= ends_at:
                     raise await self._verdict(what, timeout_s, error) from error
@@ -183,7 +183,7 @@ class EnvironmentClient:
             except InvalidInputError:
                 raise
             except RoleCallError as error:
-                raise EpisodeLostError(f"{what} failed at {self._address}: {error.reason}: {error.message}") from error
+                raise EpisodeLostError(f"{what} failed at {self.address}: {error.reason}: {error.message}") from error
             else:
                 if opens:
                     self._limit.answered()
@@ -201,7 +201,7 @@ class EnvironmentClient:
 
     def _is_away(self, why: str) -> EnvironmentAwayError:
         self._away_until = time.monotonic() + AWAY_S
-        return EnvironmentAwayError(f"the environment at {self._address} {why}")
+        return EnvironmentAwayError(f"the environment at {self.address} {why}")
 
     def ended(self, session: "EpisodeSession", closing: "asyncio.Task[Any] | None" = None) -> None:
         """A session is no more, once `closing` is done."""

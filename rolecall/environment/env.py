@@ -52,7 +52,7 @@ class Action:
     is_cut: bool = False
     """Whether the turn was cut at its longest before the policy ended it."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """The calls of tools in the text, in order, where the run names a parser (environment.tool_parser)."""
+    """The calls of tools in the text, in order, where the run names a parser (environments.*.tool_parser)."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Image:
 
 @dataclass(frozen=True)
 class ImageMessage:
-    """A message of an environment that the rollout steps, in runs with `environment.max_image_bytes`."""
+    """A message of an environment that the rollout steps, in runs with `environments.*.max_image_bytes`."""
 
     role: str
     parts: Sequence[str | Image]
@@ -128,8 +128,8 @@ class Env(ABC):
     """
 
     shows_images: bool = False
-    """Whether the run shows its policy images (`environment.max_image_bytes`); set before `reset` where it does. An Env
-    that wraps another hands it on.
+    """Whether the run shows its policy images (`environments.*.max_image_bytes`); set before `reset` where it does. An
+    Env that wraps another hands it on.
     """
 
     @abstractmethod

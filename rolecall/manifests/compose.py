@@ -18,7 +18,7 @@ from rolecall.manifests.completed import (
     trainers_of,
     with_certificates,
 )
-from rolecall.manifests.environment import place_of
+from rolecall.manifests.environment import agents_port, places_of
 from rolecall.manifests.pods import torchrun
 from rolecall.manifests.render import flow, render
 from rolecall.settings import RunSettings, TrainerSection, validated
@@ -45,16 +45,16 @@ def compose(tree: dict[str, Any], file: Path) -> dict[str, str]:
     done = complete_for_containers(tree, addresses, _PORTS["rollout"])
     done["weights"] = {**(tree.get("weights") or {}), "host": _WEIGHTS_HOST}
     done["rpc"] = with_certificates(tree)
-    place = place_of(here)
-    if place is not None and place.agents_port is not None:
+    ours = [place.name for place in places_of(here) if place.is_ours]
+    if agents_port(here) is not None:
         done["rollout"]["advertise_host"] = "rollout"  # a name of its certificate, and of nobody else
     require_paths_under(tree, validated(done, file), (JOB, RUN, TLS_FOLDER))
     trainers = [_trainer(name, section, here, services[name]) for name, section in trainers_of(here, local).items()]
     values = {
         "run": here.run.name,
         "certificates": _certificates(tree, here, services),
-        "environment_tls": "- tls-environment:/run/rolecall/certificates/environment" if _is_ours(here) else "",
-        "environment_volume": "tls-environment: {}" if _is_ours(here) else "",
+        "environment_tls": "".join(f"- tls-{name}:/run/rolecall/certificates/{name}\n" for name in ours),
+        "environment_volumes": "".join(f"tls-{name}: {{}}\n" for name in ours),
         "maxmemory": f"{-(-here.store.max_bytes // 2**20)}mb",
         "port": _PORTS["controller"],
         "trainers": "".join(trainers),
@@ -78,10 +78,10 @@ def _require_one_machine(settings: RunSettings, local: list[str]) -> None:
             "containers could not tell each other whose turn it is; run `rolecall train` on that machine, or give each "
             "role GPUs of its own"
         )
-    place, rollouts = place_of(settings), settings.rollout.num_replicas
-    if place is not None and place.agents_port is not None and rollouts > 1:
+    rollouts = settings.rollout.num_replicas
+    if agents_port(settings) is not None and rollouts > 1:
         raise ConfigError(
-            f"environment.endpoint_bind: agents call the rollout of their episode by its name, and the containers of "
+            f"rollout.endpoint_bind: agents call the rollout of their episode by its name, and the containers of "
             f"{rollouts} share one; use one rollout, or write it --to kubernetes"
         )
     for name in {"controller", "actor"} - set(local):
@@ -92,12 +92,6 @@ def _require_one_machine(settings: RunSettings, local: list[str]) -> None:
                 f"{name} has {section.num_ranks} ranks on {len(section.devices)} devices, so it needs several "
                 "machines, and a Compose project has one; give it as many devices, or write it --to kubernetes"
             )
-
-
-def _is_ours(settings: RunSettings) -> bool:
-    """Whether the run's environment is a service of the project, with a certificate of the run's."""
-    place = place_of(settings)
-    return place is not None and place.is_ours
 
 
 def _service(name: str, settings: RunSettings, local: list[str]) -> str:
@@ -118,9 +112,9 @@ def _certificates(tree: dict[str, Any], settings: RunSettings, services: dict[st
     for name in settings.references:
         if services.get(name, "reference") != "reference":
             command += ["--host", f"reference={services[name]}"]
-    place = place_of(settings)
-    if place is not None and place.is_ours:
-        command += ["--host", f"environment={place.host}"]
+    for place in places_of(settings):
+        if place.is_ours:
+            command += ["--host", f"{place.name}={place.host}"]
     if "spiffe_id" in (tree.get("rpc") or {}):
         command += ["--spiffe-id", settings.rpc.spiffe_id]
     return flow(command)

@@ -25,7 +25,7 @@ from rolecall.manifests.completed import (
     trainers_of,
 )
 from rolecall.manifests.environment import FOLDER as ENVIRONMENT_FOLDER
-from rolecall.manifests.environment import NAME, are_named, place_of
+from rolecall.manifests.environment import agents_port, are_named, places_of
 from rolecall.manifests.mesh import certificates, istio
 from rolecall.manifests.pods import DATA, RUNS, Pod, light, pod_template, rollout, trainer
 from rolecall.manifests.policies import PEOPLE, network_policies
@@ -67,9 +67,9 @@ def kubernetes(tree: dict[str, Any], file: Path) -> dict[str, str]:
     _require_names(settings)
     require_paths_under(tree, settings, (DATA, RUNS, TLS_FOLDER, ENVIRONMENT_FOLDER))
     jobs, scaled = _pods(settings, local)
-    place = place_of(settings)
+    places = places_of(settings)
     run, roles = settings.run.name, sorted({"rollout", *(pod.role for pod in (*jobs, *scaled))})
-    others = [*([NAME] if place is not None and place.is_beside else []), *(PEOPLE if mesh else ())]
+    others = [*(place.name for place in places if place.is_beside), *(PEOPLE if mesh else ())]
     files = {
         "run.yaml": as_text(done, "Made by `rolecall manifests`: the run's file, and what the cluster decides."),
         "namespace.yaml": render("namespace.yaml", {"namespace": run}),
@@ -79,7 +79,7 @@ def kubernetes(tree: dict[str, Any], file: Path) -> dict[str, str]:
         "run-jobset.yaml": render("jobset.yaml", {"jobs": "".join(_job(pod, settings) for pod in jobs)}),
         "rollout.yaml": _fleet(replicas_of(tree), settings),
         **{f"{pod.name}.yaml": _deployment(pod, settings) for pod in scaled},
-        "services.yaml": _services(jobs, scaled, mesh, place.agents_port if place is not None else None),
+        "services.yaml": _services(jobs, scaled, mesh, agents_port(settings)),
         "budgets.yaml": _budgets(scaled),
         "network-policies.yaml": network_policies(settings, roles),
     }
@@ -89,7 +89,7 @@ def kubernetes(tree: dict[str, Any], file: Path) -> dict[str, str]:
     files["kustomization.yaml"] = render("kustomization.yaml", values)
     hosts = ["rollout", *(pod.name for pod in (*jobs, *scaled))]
     files |= _gpu_nvidia(jobs, scaled, settings)
-    return files | (istio(run, roles, hosts, place) if mesh else certificates(run, roles, settings))
+    return files | (istio(roles, hosts, settings) if mesh else certificates(run, roles, settings))
 
 
 def _host(name: str, mesh: bool) -> str:
@@ -188,11 +188,11 @@ def _gpu_nvidia(jobs: list[Pod], scaled: list[Pod], settings: RunSettings) -> di
     return {"gpu-nvidia/kustomization.yaml": text} if patches else {}
 
 
-def _services(jobs: list[Pod], scaled: list[Pod], mesh: bool, agents_port: int | None) -> str:
+def _services(jobs: list[Pod], scaled: list[Pod], mesh: bool, port_of_agents: int | None) -> str:
     made = [_service(pod, _FIRST, first=True, unready=True) for pod in jobs]
     fleet = Pod("rollout", "rollout", "rollout")
-    agents = f"- {{name: agents, port: {agents_port}, appProtocol: {'http' if mesh else 'https'}}}"
-    agents = "" if agents_port is None else agents
+    agents = f"- {{name: agents, port: {port_of_agents}, appProtocol: {'http' if mesh else 'https'}}}"
+    agents = "" if port_of_agents is None else agents
     made.append(_service(fleet, _JOINED, headless=True, unready=True, agents=agents))
     made += [_service(pod, _ONE if mesh else _ALL, headless=not mesh) for pod in scaled]
     return "---\n".join(made)

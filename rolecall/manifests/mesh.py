@@ -5,7 +5,7 @@ base.
 from typing import Any
 
 from rolecall.manifests.completed import PORT
-from rolecall.manifests.environment import NAME, Place, are_named, place_of
+from rolecall.manifests.environment import agents_port, are_named, places_of
 from rolecall.manifests.policies import COMPONENT, PEOPLE, callers_by_role
 from rolecall.manifests.render import comment, dump_all, render
 from rolecall.rpc.callers import rules
@@ -22,20 +22,19 @@ def certificates(run: str, roles: list[str], settings: RunSettings) -> dict[str,
         }),
         _object("cert-manager.io/v1", "Issuer", "run", {"ca": {"secretName": "tls-ca"}}),
     ]  # fmt: skip
-    place = place_of(settings)
     names = {"reference": [f"reference-{name}" for name in settings.references]}
-    if place is not None and place.is_ours:
-        names[NAME] = [place.host]
+    environments = {place.name: [place.host] for place in places_of(settings) if place.is_ours}
+    names |= environments
     if are_named(settings):
         names["rollout"] = ["rollout", f"*.rollout.{run}.svc.cluster.local"]
-    for role in (*roles, *PEOPLE, *([NAME] if NAME in names else [])):
+    for role in (*roles, *PEOPLE, *environments):
         identity = settings.rpc.spiffe_id.removesuffix("/{instance}").replace("{run}", run).replace("{role}", role)
         spec = {
             "secretName": f"tls-{role}",
             "duration": "24h",
             "renewBefore": "8h",
             "dnsNames": [*names.get(role, [role]), "localhost"],
-            **({} if role == NAME else {"uris": [identity]}),  # an environment calls no role
+            **({} if role in environments else {"uris": [identity]}),  # an environment calls no role
             "usages": ["server auth", "client auth"],
             "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
             "issuerRef": {"name": "run", "kind": "Issuer"},
@@ -52,26 +51,28 @@ def certificates(run: str, roles: list[str], settings: RunSettings) -> dict[str,
     }
 
 
-def istio(run: str, roles: list[str], hosts: list[str], place: Place | None) -> dict[str, str]:
-    """Istio's words for the services `hosts` and the environment: who may call what, by the same table, and no timeout,
-    no retry of the mesh's.
+def istio(roles: list[str], hosts: list[str], settings: RunSettings) -> dict[str, str]:
+    """Istio's words for the services `hosts` and the environments: who may call what, by the same table, and no
+    timeout, no retry of the mesh's.
     """
+    run, of_agents = settings.run.name, agents_port(settings)
+    ours = [place for place in places_of(settings) if place.is_ours]
     callers = callers_by_role(roles)
     policies = [_object("security.istio.io/v1", "AuthorizationPolicy", "deny-all", {})]
     policies += [_allowed(run, role, sorted(callers[role])) for role in roles if callers[role]]
-    policies += _ways(run, place)
+    policies += _ways(settings)
     routes = []
-    for host in [*hosts, *([place.host] if place is not None and place.is_ours else [])]:
+    for host in dict.fromkeys([*hosts, *(place.host for place in ours)]):
         names = [host, *([f"*.rollout.{run}.svc.cluster.local"] if host == "rollout" else [])]
         ways = [_route(host)]
-        if host == "rollout" and place is not None and place.agents_port is not None:
-            ways = [_route(host, PORT), _route(host, place.agents_port)]
+        if host == "rollout" and of_agents is not None:
+            ways = [_route(host, PORT), _route(host, of_agents)]
         routes.append(_object("networking.istio.io/v1", "VirtualService", host, {"hosts": names, "http": ways}))
     traffic = {
         "connectionPool": {"http": {"http2MaxRequests": 10000}},
         "tls": {"mode": "ISTIO_MUTUAL"},
     }
-    ports = [PORT, *(place.mesh_ports if place is not None else [])]
+    ports = dict.fromkeys([PORT, *(place.port for place in ours), *([of_agents] if of_agents is not None else [])])
     host = f"*.{run}.svc.cluster.local"
     rest = [
         _object("security.istio.io/v1", "PeerAuthentication", "strict", {"mtls": {"mode": "STRICT"}}),
@@ -101,14 +102,16 @@ def _route(host: str, port: int | None = None) -> dict[str, Any]:
     return {**matched, "route": [{"destination": to}], "timeout": "0s", "retries": {"attempts": 0}}
 
 
-def _ways(run: str, place: Place | None) -> list[dict[str, Any]]:
-    """Returns what rollouts and the environment may ask of each other; AuthorizationPolicies of a pod add up."""
-    made = []
-    if place is not None and place.is_ours:
-        rule = _rule(run, "rollout", place.port, "/rolecall.v1.EnvironmentService/*")
-        made.append((NAME, NAME, rule))
-    if place is not None and place.agents_port is not None:
-        made.append(("agents", "rollout", _rule(run, NAME, place.agents_port, "/v1/*")))
+def _ways(settings: RunSettings) -> list[dict[str, Any]]:
+    """Returns what rollouts and environments may ask of each other; AuthorizationPolicies of a pod add up."""
+    run, places, of_agents = settings.run.name, places_of(settings), agents_port(settings)
+    made = [
+        (place.name, place.name, _rule(run, ["rollout"], place.port, "/rolecall.v1.EnvironmentService/*"))
+        for place in places
+        if place.is_ours
+    ]
+    if of_agents is not None:
+        made.append(("agents", "rollout", _rule(run, [place.name for place in places], of_agents, "/v1/*")))
     return [
         _object(
             "security.istio.io/v1",
@@ -120,9 +123,9 @@ def _ways(run: str, place: Place | None) -> list[dict[str, Any]]:
     ]
 
 
-def _rule(run: str, caller: str, port: int, path: str) -> dict[str, Any]:
+def _rule(run: str, callers: list[str], port: int, path: str) -> dict[str, Any]:
     return {
-        "from": [{"source": {"principals": [f"cluster.local/ns/{run}/sa/{caller}"]}}],
+        "from": [{"source": {"principals": [f"cluster.local/ns/{run}/sa/{caller}" for caller in callers]}}],
         "to": [{"operation": {"ports": [str(port)], "paths": [path]}}],
     }
 

@@ -159,8 +159,8 @@ def _mounts(pod: Pod, settings: RunSettings) -> dict[str, str]:
 
 def _reads_files(pod: Pod, settings: RunSettings) -> bool:
     """Whether it calls an environment by files of its secret."""
-    section = settings.environment
-    files = [] if section is None else [section.ca_file, section.bearer_token_file]
+    sections = settings.environments.values()
+    files = [file for section in sections for file in (section.ca_file, section.bearer_token_file)]
     return pod.role == "rollout" and any(
         isinstance(file, Path) and file.is_relative_to(ENVIRONMENT_FOLDER) for file in files
     )

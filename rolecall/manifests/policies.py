@@ -5,9 +5,8 @@ the store and hold weights.
 from collections.abc import Iterable
 from typing import Any
 
-from rolecall.manifests import environment
 from rolecall.manifests.completed import PORT, RANKS_PORT, nodes_of
-from rolecall.manifests.environment import place_of
+from rolecall.manifests.environment import agents_port, places_of
 from rolecall.manifests.render import comment, dump_all
 from rolecall.rpc.callers import Caller, rules
 from rolecall.settings import RunSettings, TrainerSection
@@ -40,7 +39,8 @@ def network_policies(settings: RunSettings, roles: list[str]) -> str:
     first, last = map(int, (settings.weights.ports or "").split("-"))
     weights = [_port(first, last)]
     ranks = [_port(RANKS_PORT), *weights]
-    place = place_of(settings)
+    places, of_agents = places_of(settings), agents_port(settings)
+    called_back = [_port(of_agents)] if of_agents is not None else []
     policies = [_policy("deny-all", {}, [], _resolvers())]
     apart = _roles_on_several_nodes(settings)
     for role in (*roles, *PEOPLE):
@@ -56,25 +56,20 @@ def network_policies(settings: RunSettings, roles: list[str]) -> str:
         if role in apart:
             opens.append((_peers([role]), ranks))
             takes.append((_peers([role]), ranks))
-        if role == "rollout" and place is not None:
+        for place in places if role == "rollout" else ():
             opens.append((list(place.peers), [_port(place.port)]))
-            takes.append((list(place.peers), [_port(place.agents_port)] if place.agents_port else []))
+            takes.append((list(place.peers), called_back))
         policies.append(_policy(role, {COMPONENT: role}, takes, opens))
     storing = [role for role in roles if role != "reward"]
     policies.append(_policy("store", {COMPONENT: "store"}, [(_peers(storing), [_port(STORE_PORT)])], []))
-    if place is not None and place.is_beside:
-        rollouts = _peers(["rollout"])
-        policies.append(
-            _policy(
-                environment.NAME,
-                {COMPONENT: environment.NAME},
-                [(rollouts, [_port(place.port)])],
-                [(rollouts, [_port(place.agents_port)] if place.agents_port else [])],
-            )
-        )
+    rollouts = _peers(["rollout"])
+    for place in places:
+        if place.is_beside:
+            takes, opens = [(rollouts, [_port(place.port)])], [(rollouts, called_back)]
+            policies.append(_policy(place.name, {COMPONENT: place.name}, takes, opens))
     head = comment(
         "Who may connect to whom: the table of who may call what (proto/rolecall/v1), the store, the weight channel "
-        "between actor and rollouts, the nodes of a trainer among themselves, and the environment, where there is one. "
+        "between actor and rollouts, the nodes of a trainer among themselves, and environments, where there are some. "
         "Names are looked up in kube-system, at NodeLocal DNSCache and in OpenShift's openshift-dns. "
         "Scorers elsewhere, trackers, collectors and object stores need an egress rule of your own, in an overlay. A "
         "pod of people's carries app.kubernetes.io/component: operator or viewer; `kubectl port-forward` needs none."

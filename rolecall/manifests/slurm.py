@@ -23,7 +23,7 @@ from rolecall.manifests.completed import (
     with_certificates,
     with_full_paths,
 )
-from rolecall.manifests.environment import Place, place_of
+from rolecall.manifests.environment import agents_port, places_of
 from rolecall.manifests.pods import torchrun
 from rolecall.manifests.render import render
 from rolecall.settings import RunSettings, TrainerSection, validated
@@ -49,8 +49,7 @@ def slurm(tree: dict[str, Any], file: Path) -> dict[str, str]:
     done["rpc"] = with_certificates(tree, "tls/{role}")
     settings = validated(done, file)
     _ = settings.run.total_steps  # of a file whose epochs nobody counted, ConfigError here and not from each role
-    place = place_of(settings)
-    _require_an_allocation(tree, settings, local, place)
+    _require_an_allocation(tree, settings, local)
     devices = settings.rollout.devices or ((),) * replicas_of(tree)
     rollouts = [f"rollout-{number}" for number in range(len(devices))]
     shown = binds_from(settings.telemetry.metrics_bind, [*local, *rollouts])
@@ -73,7 +72,7 @@ def slurm(tree: dict[str, Any], file: Path) -> dict[str, str]:
     values = {
         "nodes": len(nodes),
         "gpus": _gpus(settings),
-        "hosts": _hosts(first, settings, place),
+        "hosts": _hosts(first, settings),
         "roles": "".join(started),
     }
     return {
@@ -117,7 +116,7 @@ class _Nodes:
         return first
 
 
-def _require_an_allocation(tree: dict[str, Any], settings: RunSettings, local: list[str], place: Place | None) -> None:
+def _require_an_allocation(tree: dict[str, Any], settings: RunSettings, local: list[str]) -> None:
     devices, replicas = settings.rollout.devices, replicas_of(tree)
     if settings.rpc.behind_mesh:
         raise ConfigError("rpc.behind_mesh: the roles of a job of Slurm have no sidecars; leave it out")
@@ -133,9 +132,9 @@ def _require_an_allocation(tree: dict[str, Any], settings: RunSettings, local: l
             "rollout.sleep_mode: actor and rollouts that take turns on GPUs belong to one `rolecall train`; sbatch "
             "that command on one node, or leave it out: each role then gets GPUs of its own"
         )
-    if place is not None and place.agents_port is not None:
+    if agents_port(settings) is not None:
         raise ConfigError(
-            "environment.endpoint_bind: rollouts of a job share nodes, and agents elsewhere could not tell them apart "
+            "rollout.endpoint_bind: rollouts of a job share nodes, and agents elsewhere could not tell them apart "
             "by one port; use sessions (leave it out), or write the run --to kubernetes"
         )
 
@@ -200,9 +199,9 @@ def _gpus(settings: RunSettings) -> str:
     return f"#SBATCH --gpus-per-node={max(named) + 1}\n" if named else ""
 
 
-def _hosts(first: dict[str, int], settings: RunSettings, place: Place | None) -> str:
+def _hosts(first: dict[str, int], settings: RunSettings) -> str:
     """The names of servers' certificates, as arguments of `rolecall certificates`."""
     named = [("store", _host(0))]
     named += [("reference" if name in settings.references else name, _host(node)) for name, node in first.items()]
-    named += [("environment", place.host)] if place is not None and place.is_ours else []
+    named += [(place.name, place.host) for place in places_of(settings) if place.is_ours]
     return " ".join(f'--host "{role}={host}"' for role, host in dict.fromkeys(named))

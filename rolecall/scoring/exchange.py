@@ -38,8 +38,10 @@ def only(item: reward_pb2.ScoreItem, spec: reward_pb2.DescribeResponse) -> rewar
         sent.other_ground_truths.extend(item.other_ground_truths)
     if reward_pb2.SCORE_FIELD_METADATA in reads and item.HasField("metadata"):
         sent.metadata.CopyFrom(item.metadata)
-    if reward_pb2.SCORE_FIELD_ENVIRONMENT_REWARD in reads and item.HasField("environment_reward"):
-        sent.environment_reward.CopyFrom(item.environment_reward)
+    if reward_pb2.SCORE_FIELD_ENVIRONMENT_REWARD in reads:
+        sent.environment = item.environment
+        if item.HasField("environment_reward"):
+            sent.environment_reward.CopyFrom(item.environment_reward)
     if reward_pb2.SCORE_FIELD_IMAGES in reads:
         sent.images.extend(item.images)
     return sent

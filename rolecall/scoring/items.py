@@ -49,6 +49,7 @@ def score_item(
         finish_reason=meta.finish_reason,
         num_response_tokens=len(response_ids),
         group=meta.id.rpartition("/")[0],
+        environment=meta.prompt.environment,
     )
     item.images.extend(images)
     if images and len(images) == num_shown_in(meta.episode.messages):  # none is the prompt's

@@ -41,6 +41,7 @@ from rolecall.settings.algorithm.losses import (
 )
 from rolecall.settings.algorithm.shaping import CurriculumSection, FiltersSection, OverlongSection, ShapingSection
 from rolecall.settings.code import CodeScorer, LanguageSection
+from rolecall.settings.conditions import may_meet
 from rolecall.settings.data import (
     DataSection,
     Dtype,
@@ -252,6 +253,7 @@ __all__ = [
     "load_settings",
     "load_sft_settings",
     "load_tree",
+    "may_meet",
     "parent_to_die_with",
     "rank_of_process",
     "recipe_file",

@@ -12,15 +12,12 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
     ValidationError,
     model_validator,
 )
 
 from rolecall.settings.code import CodeScorer
+from rolecall.settings.conditions import Conditions, holds
 from rolecall.settings.presets import PresetScorer
 from rolecall.settings.rubric import Rubric, rubric_tree
 from rolecall.settings.section import (
@@ -108,7 +105,7 @@ class FunctionScorer(Section):
 
     - `function`: your own, `def score(item: rolecall.reward.Item) -> float | rolecall.reward.Score`, or of many items:
       `def score(items: Sequence[Item]) -> Sequence[float | Score]`. It may be `async def`, and is awaited then.
-    - `environment`: what the run's environment gave the episode; its turns' rewards are token_rewards.
+    - `environment`: what an environment gave the episode; its turns' rewards are token_rewards.
     """
 
     kind: Literal["function", "environment"] = "function"
@@ -256,10 +253,6 @@ ScorerSection: TypeAlias = Annotated[
 ]
 
 
-FieldValue: TypeAlias = StrictBool | StrictInt | StrictFloat | StrictStr
-"""A value of a prompt's field: text, a number, true or false."""
-
-
 COMPARING = frozenset(
     {"exact_match", "regex", "boxed", "hendrycks_math", "minerva_math", "dapo_math", "math"}
     | {"gsm8k", "numeric", "qa_exact_match", "qa_f1", "multiple_choice"}
@@ -283,9 +276,10 @@ class RewardComponent(Section):
 
     scorer: ScorerSection
     """What computes it."""
-    when: dict[str, FieldValue | Annotated[tuple[FieldValue, ...], Field(min_length=1)]] = {}
+    when: Conditions = {}
     """The prompts that it scores, by fields of the data set: each field holds the value, or one of the values; absent:
-    all. To other prompts it does not apply: it is left out of their reward and of every mean, which is not to be 0.
+    all, of kind environment all that are played in one. To other prompts it does not apply: it is left out of their
+    reward and of every mean, which is not to be 0.
     """
     weight: float = 1.0
     """Factor in the sum. 0 makes it a shadow: it is scored and reported and never part of the reward. An item that it
@@ -328,12 +322,14 @@ class RewardComponent(Section):
             )
         return self
 
-    def applies_to(self, metadata: Mapping[str, object]) -> bool:
-        """Whether it scores a prompt with these fields."""
-        return all(
-            any(_equal(metadata.get(field), value) for value in (wanted if isinstance(wanted, tuple) else (wanted,)))
-            for field, wanted in self.when.items()
-        )
+    @property
+    def is_given(self) -> bool:
+        """Whether it is what environments give, so that it applies to what is played in one alone."""
+        return self.scorer.kind == "environment"
+
+    def applies_to(self, metadata: Mapping[str, object], environment: str) -> bool:
+        """Whether it scores a prompt with these fields that is played in `environment`; empty: in none."""
+        return holds(self.when, metadata) and (environment != "" or not self.is_given)
 
 
 def shadows_of(components: Mapping[str, RewardComponent]) -> frozenset[str]:
@@ -342,13 +338,6 @@ def shadows_of(components: Mapping[str, RewardComponent]) -> frozenset[str]:
     """
     shadows = frozenset(name for name, component in components.items() if component.weight == 0)
     return shadows if len(shadows) < len(components) else frozenset()
-
-
-def _equal(found: object, wanted: FieldValue) -> bool:
-    """Whether a field's value is the wanted one. 1 and 1.0 are equal, which a message does not tell apart; true is no
-    number.
-    """
-    return isinstance(found, bool) == isinstance(wanted, bool) and found == wanted
 
 
 class RewardSection(ServiceSection):

@@ -37,7 +37,7 @@ class RunSettings(Section):
     algorithm: AlgorithmSection
     controller: ControllerSection = ControllerSection()
     rollout: RolloutSection = RolloutSection()
-    environment: EnvironmentSection | None = None
+    environments: dict[str, EnvironmentSection] = {}
     actor: ActorSection = ActorSection()
     critic: CriticSection | None = None
     references: dict[str, ReferenceSection] = {}
@@ -123,13 +123,13 @@ class RunSettings(Section):
 
     @property
     def shows_images(self) -> bool:
-        """Whether the policy may be shown images: by its prompts, or by its environment."""
+        """Whether the policy may be shown images: by its prompts, or by an environment."""
         return self.data.images_field is not None or self.max_environment_image_bytes > 0
 
     @property
     def max_environment_image_bytes(self) -> int:
-        """Most bytes of images that the environment shows in an episode; 0: it shows none."""
-        return 0 if self.environment is None else self.environment.max_image_bytes or 0
+        """Most bytes of images that an environment shows in an episode; 0: none shows any."""
+        return max((section.max_image_bytes or 0 for section in self.environments.values()), default=0)
 
     @property
     def freezes_vision_tower(self) -> bool:
@@ -144,9 +144,10 @@ class RunSettings(Section):
     @property
     def keeps_over_shifts(self) -> bool:
         """Whether responses that are unfinished when rollouts leave shared devices keep their tokens and go on later.
-        Episodes come to their end before, for what environments and agents do meanwhile has deadlines.
+        Episodes come to their end before, for what environments and agents do meanwhile has deadlines; and so do the
+        single responses of a run with some, for the engine is paused in one way.
         """
-        return self.environment is None and self.rollout.pause_mode in ("keep", "keep_cache")
+        return not self.environments and self.rollout.pause_mode in ("keep", "keep_cache")
 
     @property
     def references_in_shifts(self) -> tuple[str, ...]:
@@ -169,18 +170,32 @@ class RunSettings(Section):
     @property
     def max_row_tokens(self) -> int:
         """Most tokens of a row that is trained: those of a prompt and a response, or of an episode's segments."""
-        longest = self.data.max_prompt_tokens + self.sampling.max_tokens
-        return (self.environment.max_row_tokens or longest) if self.environment is not None else longest
+        return max([self.conversation_tokens, *map(self.episode_tokens, self.environments.values())])
 
-    @field_validator("references", mode="before")
+    @property
+    def conversation_tokens(self) -> int:
+        """Most tokens of one conversation that is trained: of a prompt and a response, or of an episode's turns."""
+        return self.data.max_prompt_tokens + self.sampling.max_tokens
+
+    def episode_tokens(self, environment: EnvironmentSection) -> int:
+        """Most tokens of the row of an episode in `environment`, all segments together."""
+        return environment.max_row_tokens or self.conversation_tokens
+
+    @field_validator("references", "environments", mode="before")
     @classmethod
-    def _without_those_set_to_null(cls, references: Any) -> Any:
-        """Leaves out references that are null, so that a file can leave out one of its recipe."""
+    def _without_those_set_to_null(cls, sections: Any) -> Any:
+        """Leaves out sections that are null, so that a file can leave out one of its recipe."""
         return (
-            {name: section for name, section in references.items() if section is not None}
-            if isinstance(references, dict)
-            else references
+            {name: section for name, section in sections.items() if section is not None}
+            if isinstance(sections, dict)
+            else sections
         )
+
+    @field_validator("environments")
+    @classmethod
+    def _stand_in_other_names(cls, environments: dict[str, EnvironmentSection]) -> dict[str, EnvironmentSection]:
+        roles.check_environment_names(environments)
+        return environments
 
     @field_validator("references")
     @classmethod
@@ -202,7 +217,7 @@ class RunSettings(Section):
         sizes.check_batches(self)
         rewards.check_advantage(self)
         rewards.check_gdpo(self)
-        rewards.check_environment(self)
+        rewards.check_environments(self)
         evaluation.check_set_names(self)
         trainers.check_loss(self)
         sampler.check_correction(self)

@@ -3,10 +3,12 @@ telemetry, trackers.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from rolecall.settings.conditions import Conditions, holds
 from rolecall.settings.engine_arguments import EngineArguments
 from rolecall.settings.plugin import PluginSection
 from rolecall.settings.section import (
@@ -45,6 +47,10 @@ class RolloutSection(Section):
     advertise_host: str | None = None
     """Host that others reach it by; absent: the bind's host, or, of one that listens everywhere, the address of its
     machine on the way to the controller.
+    """
+    endpoint_bind: Address = "127.0.0.1:0"
+    """`host:port` on which each rollout lets agents of environments call the policy, where some run any; port 0 takes a
+    free one. Agents elsewhere reach it at advertise_host; beyond loopback it speaks TLS, unless rpc.behind_mesh.
     """
     devices: tuple[tuple[int, ...], ...] = ()
     """GPU indices per local replica, or of each `rollout-<i>` that is started elsewhere where num_replicas is 0; empty:
@@ -128,10 +134,14 @@ class RolloutSection(Section):
 
 
 class EnvironmentSection(Section):
-    """An environment that the policy acts in, for many turns: anybody's EnvironmentService. Each prompt begins episodes
-    in place of single responses.
+    """An environment that the policy acts in, for many turns: anybody's EnvironmentService. Each of its prompts begins
+    episodes in place of single responses.
     """
 
+    when: Conditions = {}
+    """The prompts that are played in it, by fields of the data set: each field holds the value, or one of the values;
+    absent: all. A prompt that none takes is answered once; none may have two.
+    """
     address: Address
     """gRPC target of its one process: on this machine, or reached as the roles reach each other (rpc.tls, or
     rpc.behind_mesh), or by `ca_file`.
@@ -173,11 +183,6 @@ class EnvironmentSection(Section):
     agent's call is refused with 403. Absent: they show none; an environment's image fails its episode, an agent's is
     refused.
     """
-    endpoint_bind: Address = "127.0.0.1:0"
-    """`host:port` on which each rollout lets agents of the environment call the policy, where it runs some; port 0
-    takes a free one. Agents elsewhere reach it at rollout.advertise_host; beyond loopback it speaks TLS, unless
-    rpc.behind_mesh.
-    """
     max_attempts: PositiveInt = 8
     """Episodes begun for one trajectory, each after the environment lost the one before; then the group goes back, its
     delivery counted. Eight let 97 of 100 groups of 8 through where half of all episodes are lost.
@@ -191,6 +196,10 @@ class EnvironmentSection(Section):
     def tls(self) -> bool:
         """Whether it is called as somebody else's, with TLS."""
         return self.ca_file is not None or self.bearer_token_file is not None
+
+    def takes(self, metadata: Mapping[str, object]) -> bool:
+        """Whether a prompt with these fields is played in it."""
+        return holds(self.when, metadata)
 
 
 WeightBackend = Literal["gloo", "nccl", "shared"]

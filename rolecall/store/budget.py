@@ -86,10 +86,10 @@ class StoreBudget:
                     if prompt.images
                     else ""
                 )
-                + (f", and as much as environment.max_image_bytes {shown}" if shown else "")
+                + (f", and as much as environments.*.max_image_bytes {shown}" if shown else "")
                 + f"; rows may take {STORE_SHARE:.0%} of the store); "
-                "raise it, or lower sampling.max_tokens, environment.max_row_tokens, algorithm.groups_per_batch"
-                + (", environment.max_image_bytes" if shown else "")
+                "raise it, or lower sampling.max_tokens, environments.*.max_row_tokens, algorithm.groups_per_batch"
+                + (", environments.*.max_image_bytes" if shown else "")
                 + (", sampling.num_responses, the files of images" if prompt.images else "")
                 + " or what data.train says of a prompt besides"
             )

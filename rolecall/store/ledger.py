@@ -57,7 +57,9 @@ class Admission:
     @property
     def arguments(self) -> tuple[str | bytes | int, ...]:
         """The arguments of the script, after ctl."""
-        return self.group.gid, self.group.SerializeToString(), self.cursor, self.traceparent, self.group.prompt.uid
+        prompt = self.group.prompt
+        message = self.group.SerializeToString()
+        return self.group.gid, message, self.cursor, self.traceparent, prompt.uid, prompt.environment
 
 
 class Ledger:

@@ -9,7 +9,7 @@ Bounds: a worker claims what its engine has room for; `wait` blocks at most MAX_
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rolecall.errors import InvalidInputError, NotAttestedError, StoreUnavailableError
@@ -67,9 +67,9 @@ class PromptQueue:
         nobody would renew. 0: none.
         """
 
-    def claim(self, max_groups: int) -> list[Claim]:
-        """Claims at most `max_groups` groups, none when there is no work; does not block. NotAttestedError while this
-        worker may not sample.
+    def claim(self, max_groups: int, places: Mapping[str, int] = {}) -> list[Claim]:
+        """Claims at most `max_groups` groups, of those that are played in an environment of `places` at most so many;
+        none when there is no work. Does not block. NotAttestedError while this worker may not sample.
         """
         if max_groups < 1:
             return []
@@ -78,7 +78,8 @@ class PromptQueue:
             raise StoreUnavailableError(f"another claim of {self._consumer} has not ended for {CALL_DEADLINE_S:.0f} s")
         try:
             self._unanswered = self._unanswered or time.monotonic_ns() // 1000
-            last, entries, ledger = self._call("claim", self._consumer, max_groups, self._unanswered).values
+            bounds: list[str | int] = [each for pair in places.items() for each in pair]
+            last, entries, ledger = self._call("claim", self._consumer, max_groups, self._unanswered, *bounds).values
             self._unanswered = 0
             self._delivered = last.decode()
         except NotAttestedError:

@@ -37,7 +37,8 @@ def rights(role: str, run: str) -> str:
             # Those of the first line belong to the check of the server's settings.
             return f"~{ledger}* {rows} +@all -@admin -@dangerous +info +config|get +acl|getuser"
         case "rollout":
-            written = " ".join(f"~{ledger}{key}" for key in ("prompts", "trajectories", "history", "suspects"))
+            keys = ("prompts", "trajectories", "history", "suspects", "played")
+            written = " ".join(f"~{ledger}{key}" for key in keys)
             # the ledger's scripts are given its prefix as their key
             return (
                 f"~{ledger} {written} ~{ledger}g:* ~{ledger}w:* %R~{ledger}run %R~{ledger}versions {rows} "

@@ -131,7 +131,7 @@ class JoinRequest(_message.Message):
     """A rollout's weights are on GPUs; false for other roles."""
     image_processor: _builtins.str
     """Hex digest of what the image processor in its model directory makes of an image (rolecall/data/images/tokens.py); empty where the policy
-    is shown none (data.images_field, environment.max_image_bytes), and for the reward role.
+    is shown none (data.images_field, environments.*.max_image_bytes), and for the reward role.
     """
     tokenizer: _builtins.str
     """Hex digest of the tokenizer in its model directory (rolecall/data/tokenizer.py). Of a rollout, which makes tokens and their text, and of the

@@ -289,7 +289,7 @@ class ResetRequest(_message.Message):
     seed: _builtins.int
     """Seed of everything random in the episode, 63 bits: the same for the same run, group and index, whoever samples."""
     shows_images: _builtins.bool
-    """Whether the run shows its policy images that the environment answers (environment.max_image_bytes)."""
+    """Whether the run shows its policy images that the environment answers (environments.*.max_image_bytes)."""
     @_builtins.property
     def task(self) -> Global___Task:
         """What the episode is about."""
@@ -324,7 +324,7 @@ class Part(_message.Message):
     """Text."""
     @_builtins.property
     def image(self) -> Global___ImagePart:
-        """An image, for a policy that sees images, in a run that lets its environment show them (environment.max_image_bytes); in
+        """An image, for a policy that sees images, in a run that lets its environment show them (environments.*.max_image_bytes); in
         any other an answer with one fails its episode in words. An answer to a call has at most 16 MiB, images and all.
         """
 
@@ -503,7 +503,7 @@ class Action(_message.Message):
     """Whether the turn was cut at its longest before the policy ended it."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """The calls of tools in it, in order; empty: none, or the run names no parser (environment.tool_parser). A call that
+        """The calls of tools in it, in order; empty: none, or the run names no parser (environments.*.tool_parser). A call that
         cannot be read is answered by the caller and takes no turn here.
         """
 

@@ -27,7 +27,7 @@ from rolecall.v1 import tensor_pb2 as rolecall_dot_v1_dot_tensor__pb2
 from rolecall.v1 import trajectory_pb2 as rolecall_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rolecall/v1/reward.proto\x12\x0brolecall.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18rolecall/v1/tensor.proto\x1a\x1crolecall/v1/trajectory.proto\"\x89\x03\n\tScoreItem\x12\n\n\x02id\x18\x01 \x01(\t\x12&\n\x08messages\x18\x02 \x03(\x0b\x32\x14.rolecall.v1.Message\x12\x15\n\rresponse_text\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12\x1a\n\x12response_token_ids\x18\x05 \x01(\x0c\x12\x14\n\x0cground_truth\x18\x06 \x01(\t\x12)\n\x08metadata\x18\x07 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x30\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x19.rolecall.v1.FinishReason\x12\x1b\n\x13num_response_tokens\x18\t \x01(\x05\x12\x1b\n\x13other_ground_truths\x18\n \x03(\t\x12\r\n\x05group\x18\x0b \x01(\t\x12/\n\x12\x65nvironment_reward\x18\x0c \x01(\x0b\x32\x13.rolecall.v1.Reward\x12\x0e\n\x06images\x18\r \x03(\x0c\"5\n\x0cScoreRequest\x12%\n\x05items\x18\x01 \x03(\x0b\x32\x16.rolecall.v1.ScoreItem\"\xcf\x01\n\x06Reward\x12\r\n\x05value\x18\x01 \x01(\x01\x12\x37\n\ncomponents\x18\x02 \x03(\x0b\x32#.rolecall.v1.Reward.ComponentsEntry\x12*\n\rtoken_rewards\x18\x03 \x01(\x0b\x32\x13.rolecall.v1.Tensor\x12\x13\n\x06\x61nswer\x18\x04 \x01(\tH\x00\x88\x01\x01\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_answer\">\n\nScoreError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"u\n\x0bScoreResult\x12\n\n\x02id\x18\x01 \x01(\t\x12%\n\x06reward\x18\x02 \x01(\x0b\x32\x13.rolecall.v1.RewardH\x00\x12(\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x17.rolecall.v1.ScoreErrorH\x00\x42\t\n\x07outcome\":\n\rScoreResponse\x12)\n\x07results\x18\x01 \x03(\x0b\x32\x18.rolecall.v1.ScoreResult\"\x11\n\x0f\x44\x65scribeRequest\"h\n\rComponentSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x03min\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x03max\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\rmay_be_absent\x18\x04 \x01(\x08\x42\x06\n\x04_minB\x06\n\x04_max\"\xe4\x01\n\x10\x44\x65scribeResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x05reads\x18\x02 \x03(\x0e\x32\x17.rolecall.v1.ScoreField\x12*\n\x06reward\x18\x03 \x01(\x0b\x32\x1a.rolecall.v1.ComponentSpec\x12.\n\ncomponents\x18\x04 \x03(\x0b\x32\x1a.rolecall.v1.ComponentSpec\x12\x15\n\rtoken_rewards\x18\x05 \x01(\x08\x12\x11\n\tmax_items\x18\x06 \x01(\x05\x12\x14\n\x0cwhole_groups\x18\x07 \x01(\x08*\xf1\x01\n\nScoreField\x12\x1b\n\x17SCORE_FIELD_UNSPECIFIED\x10\x00\x12\x18\n\x14SCORE_FIELD_MESSAGES\x10\x01\x12\x1d\n\x19SCORE_FIELD_RESPONSE_TEXT\x10\x02\x12\x19\n\x15SCORE_FIELD_TOKEN_IDS\x10\x03\x12\x1c\n\x18SCORE_FIELD_GROUND_TRUTH\x10\x04\x12\x18\n\x14SCORE_FIELD_METADATA\x10\x05\x12\"\n\x1eSCORE_FIELD_ENVIRONMENT_REWARD\x10\x06\x12\x16\n\x12SCORE_FIELD_IMAGES\x10\x07\x32\x98\x01\n\rRewardService\x12>\n\x05Score\x12\x19.rolecall.v1.ScoreRequest\x1a\x1a.rolecall.v1.ScoreResponse\x12G\n\x08\x44\x65scribe\x12\x1c.rolecall.v1.DescribeRequest\x1a\x1d.rolecall.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rolecall/v1/reward.proto\x12\x0brolecall.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18rolecall/v1/tensor.proto\x1a\x1crolecall/v1/trajectory.proto\"\x9e\x03\n\tScoreItem\x12\n\n\x02id\x18\x01 \x01(\t\x12&\n\x08messages\x18\x02 \x03(\x0b\x32\x14.rolecall.v1.Message\x12\x15\n\rresponse_text\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12\x1a\n\x12response_token_ids\x18\x05 \x01(\x0c\x12\x14\n\x0cground_truth\x18\x06 \x01(\t\x12)\n\x08metadata\x18\x07 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x30\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x19.rolecall.v1.FinishReason\x12\x1b\n\x13num_response_tokens\x18\t \x01(\x05\x12\x1b\n\x13other_ground_truths\x18\n \x03(\t\x12\r\n\x05group\x18\x0b \x01(\t\x12/\n\x12\x65nvironment_reward\x18\x0c \x01(\x0b\x32\x13.rolecall.v1.Reward\x12\x0e\n\x06images\x18\r \x03(\x0c\x12\x13\n\x0b\x65nvironment\x18\x0e \x01(\t\"5\n\x0cScoreRequest\x12%\n\x05items\x18\x01 \x03(\x0b\x32\x16.rolecall.v1.ScoreItem\"\xcf\x01\n\x06Reward\x12\r\n\x05value\x18\x01 \x01(\x01\x12\x37\n\ncomponents\x18\x02 \x03(\x0b\x32#.rolecall.v1.Reward.ComponentsEntry\x12*\n\rtoken_rewards\x18\x03 \x01(\x0b\x32\x13.rolecall.v1.Tensor\x12\x13\n\x06\x61nswer\x18\x04 \x01(\tH\x00\x88\x01\x01\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_answer\">\n\nScoreError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"u\n\x0bScoreResult\x12\n\n\x02id\x18\x01 \x01(\t\x12%\n\x06reward\x18\x02 \x01(\x0b\x32\x13.rolecall.v1.RewardH\x00\x12(\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x17.rolecall.v1.ScoreErrorH\x00\x42\t\n\x07outcome\":\n\rScoreResponse\x12)\n\x07results\x18\x01 \x03(\x0b\x32\x18.rolecall.v1.ScoreResult\"\x11\n\x0f\x44\x65scribeRequest\"h\n\rComponentSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x03min\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x03max\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\rmay_be_absent\x18\x04 \x01(\x08\x42\x06\n\x04_minB\x06\n\x04_max\"\xe4\x01\n\x10\x44\x65scribeResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x05reads\x18\x02 \x03(\x0e\x32\x17.rolecall.v1.ScoreField\x12*\n\x06reward\x18\x03 \x01(\x0b\x32\x1a.rolecall.v1.ComponentSpec\x12.\n\ncomponents\x18\x04 \x03(\x0b\x32\x1a.rolecall.v1.ComponentSpec\x12\x15\n\rtoken_rewards\x18\x05 \x01(\x08\x12\x11\n\tmax_items\x18\x06 \x01(\x05\x12\x14\n\x0cwhole_groups\x18\x07 \x01(\x08*\xf1\x01\n\nScoreField\x12\x1b\n\x17SCORE_FIELD_UNSPECIFIED\x10\x00\x12\x18\n\x14SCORE_FIELD_MESSAGES\x10\x01\x12\x1d\n\x19SCORE_FIELD_RESPONSE_TEXT\x10\x02\x12\x19\n\x15SCORE_FIELD_TOKEN_IDS\x10\x03\x12\x1c\n\x18SCORE_FIELD_GROUND_TRUTH\x10\x04\x12\x18\n\x14SCORE_FIELD_METADATA\x10\x05\x12\"\n\x1eSCORE_FIELD_ENVIRONMENT_REWARD\x10\x06\x12\x16\n\x12SCORE_FIELD_IMAGES\x10\x07\x32\x98\x01\n\rRewardService\x12>\n\x05Score\x12\x19.rolecall.v1.ScoreRequest\x1a\x1a.rolecall.v1.ScoreResponse\x12G\n\x08\x44\x65scribe\x12\x1c.rolecall.v1.DescribeRequest\x1a\x1d.rolecall.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,28 +36,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REWARD_COMPONENTSENTRY']._loaded_options = None
   _globals['_REWARD_COMPONENTSENTRY']._serialized_options = b'8\001'
-  _globals['_SCOREFIELD']._serialized_start=1388
-  _globals['_SCOREFIELD']._serialized_end=1629
+  _globals['_SCOREFIELD']._serialized_start=1409
+  _globals['_SCOREFIELD']._serialized_end=1650
   _globals['_SCOREITEM']._serialized_start=128
-  _globals['_SCOREITEM']._serialized_end=521
-  _globals['_SCOREREQUEST']._serialized_start=523
-  _globals['_SCOREREQUEST']._serialized_end=576
-  _globals['_REWARD']._serialized_start=579
-  _globals['_REWARD']._serialized_end=786
-  _globals['_REWARD_COMPONENTSENTRY']._serialized_start=726
-  _globals['_REWARD_COMPONENTSENTRY']._serialized_end=775
-  _globals['_SCOREERROR']._serialized_start=788
-  _globals['_SCOREERROR']._serialized_end=850
-  _globals['_SCORERESULT']._serialized_start=852
-  _globals['_SCORERESULT']._serialized_end=969
-  _globals['_SCORERESPONSE']._serialized_start=971
-  _globals['_SCORERESPONSE']._serialized_end=1029
-  _globals['_DESCRIBEREQUEST']._serialized_start=1031
-  _globals['_DESCRIBEREQUEST']._serialized_end=1048
-  _globals['_COMPONENTSPEC']._serialized_start=1050
-  _globals['_COMPONENTSPEC']._serialized_end=1154
-  _globals['_DESCRIBERESPONSE']._serialized_start=1157
-  _globals['_DESCRIBERESPONSE']._serialized_end=1385
-  _globals['_REWARDSERVICE']._serialized_start=1632
-  _globals['_REWARDSERVICE']._serialized_end=1784
+  _globals['_SCOREITEM']._serialized_end=542
+  _globals['_SCOREREQUEST']._serialized_start=544
+  _globals['_SCOREREQUEST']._serialized_end=597
+  _globals['_REWARD']._serialized_start=600
+  _globals['_REWARD']._serialized_end=807
+  _globals['_REWARD_COMPONENTSENTRY']._serialized_start=747
+  _globals['_REWARD_COMPONENTSENTRY']._serialized_end=796
+  _globals['_SCOREERROR']._serialized_start=809
+  _globals['_SCOREERROR']._serialized_end=871
+  _globals['_SCORERESULT']._serialized_start=873
+  _globals['_SCORERESULT']._serialized_end=990
+  _globals['_SCORERESPONSE']._serialized_start=992
+  _globals['_SCORERESPONSE']._serialized_end=1050
+  _globals['_DESCRIBEREQUEST']._serialized_start=1052
+  _globals['_DESCRIBEREQUEST']._serialized_end=1069
+  _globals['_COMPONENTSPEC']._serialized_start=1071
+  _globals['_COMPONENTSPEC']._serialized_end=1175
+  _globals['_DESCRIBERESPONSE']._serialized_start=1178
+  _globals['_DESCRIBERESPONSE']._serialized_end=1406
+  _globals['_REWARDSERVICE']._serialized_start=1653
+  _globals['_REWARDSERVICE']._serialized_end=1805
 # @@protoc_insertion_point(module_scope)

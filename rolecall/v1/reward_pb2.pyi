@@ -41,7 +41,7 @@ class _ScoreFieldEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScoreField
     SCORE_FIELD_METADATA: _ScoreField.ValueType  # 5
     """The scorer reads ScoreItem.metadata."""
     SCORE_FIELD_ENVIRONMENT_REWARD: _ScoreField.ValueType  # 6
-    """The scorer reads ScoreItem.environment_reward."""
+    """The scorer reads ScoreItem.environment and ScoreItem.environment_reward."""
     SCORE_FIELD_IMAGES: _ScoreField.ValueType  # 7
     """The scorer reads ScoreItem.images."""
 
@@ -61,7 +61,7 @@ SCORE_FIELD_GROUND_TRUTH: ScoreField.ValueType  # 4
 SCORE_FIELD_METADATA: ScoreField.ValueType  # 5
 """The scorer reads ScoreItem.metadata."""
 SCORE_FIELD_ENVIRONMENT_REWARD: ScoreField.ValueType  # 6
-"""The scorer reads ScoreItem.environment_reward."""
+"""The scorer reads ScoreItem.environment and ScoreItem.environment_reward."""
 SCORE_FIELD_IMAGES: ScoreField.ValueType  # 7
 """The scorer reads ScoreItem.images."""
 Global___ScoreField: _TypeAlias = ScoreField  # noqa: Y015
@@ -85,6 +85,7 @@ class ScoreItem(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_REWARD_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Id to answer with; unique in the request alone, for another run may have other items under it. It changes no score. [item.id]"""
     response_text: _builtins.str
@@ -105,6 +106,8 @@ class ScoreItem(_message.Message):
     """Sampled tokens of the response; always sent."""
     group: _builtins.str
     """Items with the same group are responses to one prompt that were sampled together; always sent. Empty: it has none."""
+    environment: _builtins.str
+    """Name under which the run's file has the environment that the episode was played in; empty: it is none."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Message]:
         """The conversation before the response; of an episode all of it before the last turn."""
@@ -143,10 +146,11 @@ class ScoreItem(_message.Message):
         group: _builtins.str = ...,
         environment_reward: Global___Reward | None = ...,
         images: _abc.Iterable[_builtins.bytes] | None = ...,
+        environment: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["environment_reward", b"environment_reward", "metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment_reward", b"environment_reward", "finish_reason", b"finish_reason", "ground_truth", b"ground_truth", "group", b"group", "id", b"id", "images", b"images", "messages", b"messages", "metadata", b"metadata", "num_response_tokens", b"num_response_tokens", "other_ground_truths", b"other_ground_truths", "prompt_token_ids", b"prompt_token_ids", "response_text", b"response_text", "response_token_ids", b"response_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "environment_reward", b"environment_reward", "finish_reason", b"finish_reason", "ground_truth", b"ground_truth", "group", b"group", "id", b"id", "images", b"images", "messages", b"messages", "metadata", b"metadata", "num_response_tokens", b"num_response_tokens", "other_ground_truths", b"other_ground_truths", "prompt_token_ids", b"prompt_token_ids", "response_text", b"response_text", "response_token_ids", b"response_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

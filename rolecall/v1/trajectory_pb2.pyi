@@ -172,6 +172,7 @@ class Prompt(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     OTHER_GROUND_TRUTHS_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """The data set's own id of the prompt: unique within the data set, the same in every epoch."""
     epoch: _builtins.int
@@ -180,6 +181,8 @@ class Prompt(_message.Message):
     """int32 little-endian ids of the rendered prompt, generation prompt included; at least one."""
     ground_truth: _builtins.str
     """What a scorer compares with; empty when the data set has none."""
+    environment: _builtins.str
+    """Name under which the run's file has the environment that it is played in; empty: it is answered once."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """The conversation that was rendered; one user message for a plain-text prompt. Where it shows an image its text says "<image>"."""
@@ -209,10 +212,11 @@ class Prompt(_message.Message):
         metadata: _struct_pb2.Struct | None = ...,
         other_ground_truths: _abc.Iterable[_builtins.str] | None = ...,
         images: _abc.Iterable[_builtins.bytes] | None = ...,
+        environment: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ground_truth", b"ground_truth", "images", b"images", "messages", b"messages", "metadata", b"metadata", "other_ground_truths", b"other_ground_truths", "token_ids", b"token_ids", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "epoch", b"epoch", "ground_truth", b"ground_truth", "images", b"images", "messages", b"messages", "metadata", b"metadata", "other_ground_truths", b"other_ground_truths", "token_ids", b"token_ids", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -466,7 +470,7 @@ class Episode(_message.Message):
     """Whether the environment says that turns are rewarded, so that a turn without a reward earned nothing."""
     ended_by: _builtins.str
     """Why it ended: "terminated" or "truncated" by the environment, else the budget that was spent: "turns", "tokens",
-    "time", "images": a further one could not be shown (environment.max_image_bytes), or "malformed": too many turns in a row
+    "time", "images": a further one could not be shown (environments.*.max_image_bytes), or "malformed": too many turns in a row
     whose calls of tools could not be read.
     """
     num_malformed: _builtins.int

@@ -75,7 +75,13 @@ def load_sets(settings: RunSettings, renderer: PromptRenderer) -> list[HeldOutSe
     for name, section in settings.evaluation.sets.items():
         prompts, images, num_too_long = list[trajectory_pb2.Prompt](), dict[int, tuple[ImageFile, ...]](), 0
         sources = list[str | None]()
-        for raw in load_prompts(section.path, settings.data, settings.reward, max_prompts=section.max_prompts):
+        for raw in load_prompts(
+            section.path,
+            settings.data,
+            settings.reward,
+            environments=settings.environments,
+            max_prompts=section.max_prompts,
+        ):
             try:
                 prompt = renderer.render(raw, 0, by_heads=True)  # all of a set before a run begins: opened, minutes
             except InvalidInputError as error:

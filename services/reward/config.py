@@ -24,6 +24,8 @@ class RewardSettings:
     """Longest wait for external scorers at the start."""
     environment: tuple[str, ...] = ()
     """Names of further environment variables for users' functions."""
+    plays_all: bool = True
+    """Whether an environment takes every prompt, so that kind `environment` applies wherever its `when` does."""
     filtered: str | None = None
     """The component that the run's filters read, or a part of it: whatever it weighs, an item is scored with it or not
     at all.
@@ -78,5 +80,6 @@ def reward_settings(settings: RunSettings) -> RewardSettings:
         search_path=section.search_path,
         start_timeout_s=settings.controller.start_timeout_s,
         environment=section.environment,
+        plays_all=any(not environment.when for environment in settings.environments.values()),
         filtered=settings.algorithm.filters.component,
     )

@@ -111,7 +111,11 @@ class Dispatcher:
         self._underway = Underway(self._scored, self._units)
         self._num_calls = 0
         self._weights = {name: component.weight for name, component in components.items()}
-        self._routed = {name: component for name, component in components.items() if component.when}
+        self._routed = {
+            name: component
+            for name, component in components.items()
+            if component.when or (component.is_given and not settings.plays_all)
+        }
         self._fields = {field for component in self._routed.values() for field in component.when}
         """Fields of the items' metadata that say which components apply."""
         self._gives_token_rewards = False
@@ -188,7 +192,9 @@ class Dispatcher:
         for name in self._components:
             routed = self._routed.get(name)
             places[name] = [
-                place for place, metadata in enumerate(fields) if routed is None or routed.applies_to(metadata)
+                place
+                for place, (item, metadata) in enumerate(zip(items, fields, strict=True))
+                if routed is None or routed.applies_to(metadata, item.environment)
             ]
         return {name: found for name, found in places.items() if found}
 

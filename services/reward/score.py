@@ -88,7 +88,7 @@ def items_of(settings: RunSettings, file: Path, field: str) -> list[reward_pb2.S
     if not file.is_file():
         raise ConfigError(f"FILE: {file} is no file; name one of rows with responses, .jsonl or .parquet")
     encoder = PromptEncoder(ChatTokenizer.of(settings.model))  # an image is the one token of its template
-    prompts = load_prompts(file, settings.data, settings.reward, counts_images=True)
+    prompts = _prompts(settings, file, counts_images=True)
     # as they were written: the field may be that of the prompt or the truth, or one that data.preprocess drops
     given = {where: row.get(field) for _, _, where, row in rows_of(file, "FILE")}
     return [item for prompt in prompts for item in _items(prompt, given[prompt.where], field, encoder)]
@@ -120,6 +120,7 @@ def _items(prompt: RawPrompt, given: object, field: str, encoder: PromptEncoder)
             finish_reason=trajectory_pb2.FINISH_REASON_STOP,
             num_response_tokens=len(ids),
             group=prompt.uid,
+            environment=prompt.environment,
         )
         item.metadata.update(json.loads(json.dumps(metadata, default=str)))
         items.append(item)
@@ -128,7 +129,13 @@ def _items(prompt: RawPrompt, given: object, field: str, encoder: PromptEncoder)
 
 def _images(settings: RunSettings, file: Path) -> Images:
     """The images of each prompt in `file`."""
-    return {prompt.uid: prompt.images for prompt in load_prompts(file, settings.data, settings.reward)}
+    return {prompt.uid: prompt.images for prompt in _prompts(settings, file)}
+
+
+def _prompts(settings: RunSettings, file: Path, *, counts_images: bool = False) -> list[RawPrompt]:
+    return load_prompts(
+        file, settings.data, settings.reward, environments=settings.environments, counts_images=counts_images
+    )
 
 
 async def scored(

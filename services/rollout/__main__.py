@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rolecall import telemetry
@@ -63,7 +63,7 @@ async def _main(args: ServiceArgs) -> None:
     server = Server(settings.rpc, settings.rollout.bind, setting="rollout.bind")
     replica = _replica(settings, engine, server, post)
     telemetry.show_states(replica.states)
-    sampler = sampler_of(settings, replica, tokenizer, _tool_calls(settings.environment, tokenizer))
+    sampler = sampler_of(settings, replica, tokenizer, _tool_calls(settings.environments, tokenizer))
     pull = PullLoop(
         _pull_settings(args, config, consumer),
         replica,
@@ -149,13 +149,14 @@ def _replica(settings: RunSettings, engine: "VllmEngine", server: Server, post: 
     )
 
 
-def _tool_calls(section: EnvironmentSection | None, tokenizer: ChatTokenizer) -> "ToolCalls | None":
-    """The reader of the policy's calls of tools; None where the run names no parser."""
-    if section is None or section.tool_parser is None:
-        return None
+def _tool_calls(environments: Mapping[str, EnvironmentSection], tokenizer: ChatTokenizer) -> "dict[str, ToolCalls]":
+    """The readers of the policy's calls of tools, by environments that name a parser."""
+    parsers = {name: section.tool_parser for name, section in environments.items() if section.tool_parser is not None}
+    if not parsers:
+        return {}
     from services.rollout.turns.vllm_parsers import tool_calls_of
 
-    return tool_calls_of(section.tool_parser, tokenizer)
+    return {name: tool_calls_of(parser, tokenizer) for name, parser in parsers.items()}
 
 
 def _pull_settings(args: ServiceArgs, config: RolloutConfig, consumer: str) -> PullSettings:

@@ -1,4 +1,4 @@
-"""Episodes of groups in an environment: their sessions, and what becomes of a failure.
+"""Episodes of groups in an environment, of which a run may have several: their sessions, and what becomes of a failure.
 
 An episode that the environment lost is begun again in its place, up to max_attempts and within the time of the first,
 and then fails its group; one whose environment is away goes back with its group. Neither is a trajectory. A group
@@ -11,12 +11,12 @@ its episode ends, however it does.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from rolecall.data.continuation import Continuation
 from rolecall.data.images.files import media_type
@@ -29,11 +29,11 @@ from rolecall.settings import RunSettings
 from rolecall.store.prompts import Claim
 from rolecall.telemetry import Metrics, export
 from rolecall.v1 import environment_pb2, trajectory_pb2
+from services.rollout.groups import MixedGroups
 from services.rollout.harness.endpoint import Endpoint
 from services.rollout.harness.runs import AgentRuns, RunLimits
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
-from services.rollout.single_turn import SingleTurns
 from services.rollout.trajectories import group_requests
 from services.rollout.turns.observations import Observations
 from services.rollout.turns.prompts import PromptThread
@@ -50,9 +50,11 @@ PLACE_S = 0.2
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """The part of the run's settings that episodes need."""
+    """The part of the run's settings that episodes in one environment need."""
 
     run: str
+    environment: str
+    """Name of the environment in the run's file."""
     responses_per_group: int
     max_prompt_tokens: int
     """Longest first prompt: the row's messages and what the environment says first."""
@@ -69,6 +71,23 @@ class EpisodeSettings:
     """Seconds from when a group's sessions are opened on after which an episode has no further turn, whichever attempt
     it is: the group's own time does not begin anew.
     """
+
+    @classmethod
+    def of(cls, settings: RunSettings, name: str) -> Self:
+        """Returns those of the run's environment `name`."""
+        section = settings.environments[name]
+        return cls(
+            run=settings.run.name,
+            environment=name,
+            responses_per_group=settings.responses_per_group,
+            max_prompt_tokens=settings.data.max_prompt_tokens,
+            max_turns=section.max_turns,
+            max_image_bytes=section.max_image_bytes or 0,
+            max_row_tokens=settings.episode_tokens(section),
+            max_malformed=section.max_malformed,
+            max_attempts=section.max_attempts,
+            budget_s=section.budget_share * settings.rollout.generation_timeout_s,
+        )
 
 
 @dataclass(frozen=True)
@@ -114,8 +133,9 @@ class Episodes:
         problem: Callable[[environment_pb2.DescribeEnvironmentResponse, Continuation], str | None],
     ) -> None:
         """`tool_calls`: None where the run names no parser of them. `endpoint`: where the environment's own agents call
-        the policy, if it has some. `observations`: shortens what the environment answers, by the tokenizer of
-        `prompts`. `problem`: what keeps the run from an environment that says this of itself, by the run's template.
+        the policy, if it has some; it and `prompts` may be shared with other environments, and are closed with the
+        first. `observations`: shortens what the environment answers, by the tokenizer of `prompts`. `problem`: what
+        keeps the run from an environment that says this of itself, by the run's template.
         """
         self._settings = settings
         self._environment = environment
@@ -137,7 +157,9 @@ class Episodes:
             max_image_bytes=settings.max_image_bytes,
             max_malformed=settings.max_malformed,
         )
-        self._runs = AgentRuns(run_limits, replica, tokenizer, tool_calls, endpoint, prompts, open_images)
+        self._runs = AgentRuns(
+            run_limits, replica, tokenizer, tool_calls, endpoint, environment.address, prompts, open_images
+        )
         self._steps = SteppedEpisodes(
             turn_limits, replica, environment, tokenizer, tool_calls, prompts, observations, open_images
         )
@@ -153,7 +175,7 @@ class Episodes:
         if (problem := self._problem(self._environment.spec, self._continuation)) is not None:
             raise ConfigError(problem)
         if self._environment.spec.runs_episodes:
-            await self._runs.endpoint.start()
+            await self._runs.start()
         places, needed = self._environment.max_sessions, self._settings.responses_per_group
         if not places:
             return max_groups
@@ -179,7 +201,7 @@ class Episodes:
     async def respond(
         self, name: str, prompt: trajectory_pb2.Prompt, requests: Sequence[SampleRequest]
     ) -> tuple[list[SampleRequest], list[Response]]:
-        """Episodes outside the ledger, one for each request for a response to `prompt`. Waits while the environment is
+        """Implements GroupSampler.respond, one episode for each request. Waits while the environment is
         away or full. ConfigError when it never has places for all, EpisodeLostError, InvalidInputError as `sample`.
         """
         for number in count():
@@ -208,8 +230,8 @@ class Episodes:
         places = self._environment.max_sessions
         if 0 < places < needed:
             raise ConfigError(
-                f"environment.address: environment {self._environment.spec.name!r} has max_sessions {places}, and {by} "
-                f"needs {needed} at a time; raise it, or lower {setting}"
+                f"environments.{self._settings.environment}: {self._environment.spec.name!r} has max_sessions "
+                f"{places}, and {by} needs {needed} at a time; raise it, or lower {setting}"
             )
 
     async def play(
@@ -231,7 +253,7 @@ class Episodes:
 
     async def close(self) -> None:
         """Implements GroupSampler.close."""
-        await self._runs.endpoint.close()
+        await self._runs.close()
         await self._environment.close()
         self._prompts.close()
 
@@ -309,38 +331,29 @@ async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def sampler_of(
-    settings: RunSettings, replica: Replica, tokenizer: ChatTokenizer, tool_calls: ToolCalls | None
-) -> SingleTurns | Episodes:
-    """The sampler of the run's groups. `tool_calls`: None where the run names no parser of them."""
-    section = settings.environment
-    if section is None:
-        return SingleTurns(replica)
-    episodes = EpisodeSettings(
-        run=settings.run.name,
-        responses_per_group=settings.responses_per_group,
-        max_prompt_tokens=settings.data.max_prompt_tokens,
-        max_turns=section.max_turns,
-        max_image_bytes=settings.max_environment_image_bytes,
-        max_row_tokens=settings.max_row_tokens,
-        max_malformed=section.max_malformed,
-        max_attempts=section.max_attempts,
-        budget_s=section.budget_share * settings.rollout.generation_timeout_s,
-    )
-    endpoint = Endpoint(section.endpoint_bind, settings.rpc, host=settings.rollout.advertise_host, peer=section.address)
-    environment = open_environment(section, settings.rpc)
+    settings: RunSettings, replica: Replica, tokenizer: ChatTokenizer, tool_calls: Mapping[str, ToolCalls] = {}
+) -> MixedGroups:
+    """The sampler of the run's groups. `tool_calls`: the readers of them, by environments that name a parser."""
+    if not settings.environments:
+        return MixedGroups(replica)
+    endpoint = Endpoint(settings.rollout.endpoint_bind, settings.rpc, host=settings.rollout.advertise_host)
     visual_tokens = PromptEncoder.of(settings, tokenizer).visual_tokens
     prompts = PromptThread(tokenizer, replica.info.max_model_tokens, visual_tokens)
-    return Episodes(
-        episodes,
-        replica,
-        environment,
-        tokenizer,
-        tool_calls,
-        endpoint,
-        prompts,
-        Observations(prompts.tokenizer, section.max_observation_tokens, section.observation_cut),
-        partial(run_problem, settings),
-    )
+    played = {
+        name: Episodes(
+            EpisodeSettings.of(settings, name),
+            replica,
+            open_environment(section, settings.rpc),
+            tokenizer,
+            tool_calls.get(name),
+            endpoint,
+            prompts,
+            Observations(prompts.tokenizer, section.max_observation_tokens, section.observation_cut),
+            partial(run_problem, settings, name),
+        )
+        for name, section in settings.environments.items()
+    }
+    return MixedGroups(replica, played)
 
 
 def _task(prompt: trajectory_pb2.Prompt, *, shows_images: bool) -> environment_pb2.Task:

@@ -43,9 +43,9 @@ from rolecall.store.rows import Rows
 from rolecall.telemetry import Metrics, attached, export, tracer
 from rolecall.telemetry.engine_use import use_metrics
 from rolecall.v1 import trajectory_pb2
+from services.rollout.groups import MixedGroups
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import SampleRequest
-from services.rollout.single_turn import GroupSampler
 from services.rollout.staging import Staging
 from services.rollout.trajectories import token_ledger
 
@@ -103,7 +103,7 @@ class PullLoop:
         self,
         settings: PullSettings,
         replica: Replica,
-        sampler: GroupSampler,
+        sampler: MixedGroups,
         queue: PromptQueue,
         rows: Rows,
         tokenizer: ChatTokenizer,
@@ -186,14 +186,13 @@ class PullLoop:
             return
         if self._start():
             return
-        wanted = self._room()
-        room = await self._sampler.room(len(self._work), wanted)
-        self._replica.note_places(missing=room == 0 < wanted)
-        if room == 0:
+        room = await self._sampler.room([work.claim for work in self._work.values()], self._room())
+        if room.num_groups == 0:
+            self._replica.note_places(missing=False)
             await self._until(*self._tasks())
             return
         try:
-            claims = await asyncio.to_thread(self._queue.claim, room)
+            claims = await asyncio.to_thread(self._queue.claim, room.num_groups, room.places)
         except (NotAttestedError, StoreUnavailableError) as error:
             logger.debug("nothing claimed: %s", error.message)
             await asyncio.sleep(DENIED_S)
@@ -203,7 +202,11 @@ class PullLoop:
             return
         for claim in claims:
             self._take(claim)
-        if not claims:
+        lacks_places = room.lacks_places and not claims
+        self._replica.note_places(missing=lacks_places)
+        if lacks_places and self._work:
+            await self._until(*self._tasks())  # one that ends gives places back
+        elif not claims:
             await self._wait_for_work()
 
     def _take(self, claim: Claim) -> None:

@@ -3,7 +3,7 @@ nothing.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
@@ -18,11 +18,10 @@ from rolecall.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
 from rolecall.weights.backends import decode_backend
 from rolecall.weights.transferred import encode_fingerprints
 from rolecall.wire import decode_tensor, encode_tensor
-from services.rollout.episodes import Episodes
+from services.rollout.groups import MixedGroups
 from services.rollout.pull import PullLoop
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import MeetingPlace, PauseMode, SampleRequest, Transfer
-from services.rollout.single_turn import SingleTurns
 from services.rollout.trajectories import check_sampling, prompt_token_ids, trajectory_meta
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -44,7 +43,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self,
         replica: Replica,
         pull: PullLoop,
-        sampler: SingleTurns | Episodes,
+        sampler: MixedGroups,
         tokenizer: ChatTokenizer,
         fence: Fence,
         *,
@@ -69,10 +68,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._replica.require_serving(pinned)
         requests = self._requests(request)
         self._replica.require_room(requests[0].prompt_token_ids, f"prompt {request.id!r}")
+        # without us in it, another replica that is asked the same would play in our sessions
+        name = f"{request.id}/{self._consumer}/call-{self._num_calls}"
         try:
             async with (
                 asyncio.timeout(self._generation_timeout_s),
-                aclosing(self._sampled(request, requests)) as sampled,
+                aclosing(self._sampler.respond(name, request.prompt, requests)) as sampled,
             ):
                 async for index, began, response in sampled:
                     if pinned is not None and response.digests.keys() != {pinned}:
@@ -85,22 +86,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             raise DeadlineError(
                 f"{request.id} was not sampled within {self._generation_timeout_s:.0f} s (rollout.generation_timeout_s)"
             ) from error
-
-    async def _sampled(
-        self, request: rollout_pb2.GenerateRequest, requests: list[SampleRequest]
-    ) -> AsyncGenerator[tuple[int, SampleRequest, Response], None]:
-        """(index, what it began with, response) of each as it ends; episodes end together."""
-        if isinstance(self._sampler, Episodes):
-            # without us in it, another replica that is asked the same would play in our sessions
-            name = f"{request.id}/{self._consumer}/call-{self._num_calls}"
-            for index, (began, response) in enumerate(
-                zip(*await self._sampler.respond(name, request.prompt, requests), strict=True)
-            ):
-                yield index, began, response
-            return
-        async with aclosing(self._replica.sample_all(requests)) as sampled:
-            async for index, response in sampled:  # bounded: by generation_timeout_s of Generate
-                yield index, requests[index], response
 
     def _requests(self, request: rollout_pb2.GenerateRequest) -> list[SampleRequest]:
         check_sampling(request.sampling, request.num_responses)

@@ -20,11 +20,10 @@ from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_ctl
 from rolecall.v1 import rollout_pb2, rollout_pb2_grpc, trajectory_pb2, weights_pb2
 from rolecall.wire import encode_tensor
-from services.rollout.episodes import Episodes
+from services.rollout.groups import MixedGroups
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
 from services.rollout.scripted import ScriptedEngine, digest_of
-from services.rollout.single_turn import SingleTurns
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.callers import party
 from tests.twins.rollout import BriefQueue, RolloutTwin
@@ -49,6 +48,8 @@ class ReplicaUnderTest:
     epoch: int = 0
     phases: list[str] = field(default_factory=list)
     consumer: str = CONSUMER
+    environment: str = ""
+    """Name of the environment that prompts are played in; empty: none."""
 
     async def receive(
         self, version: int, *, mode: rollout_pb2.PauseMode.ValueType = rollout_pb2.PAUSE_MODE_KEEP, ctl: int = 1
@@ -94,6 +95,7 @@ class ReplicaUnderTest:
 
     async def generate(self, num_responses: int = 4, **fields: object) -> list[rollout_pb2.GenerateResponse]:
         request = generate_request(num_responses, **fields)
+        request.prompt.environment = self.environment
         return [response async for response in self.stub.Generate(request)]
 
     async def info(self) -> rollout_pb2.GetRolloutInfoResponse:
@@ -114,7 +116,10 @@ class ReplicaUnderTest:
             group = trajectory_pb2.PromptGroup(
                 gid=gid,
                 prompt=trajectory_pb2.Prompt(
-                    uid=f"u{gid}", token_ids=np.array(prompt, dtype="<i4").tobytes(), ground_truth="42"
+                    uid=f"u{gid}",
+                    token_ids=np.array(prompt, dtype="<i4").tobytes(),
+                    ground_truth="42",
+                    environment=self.environment,
                 ),
                 num_responses=num_responses,
                 sampling=trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=max_tokens),
@@ -160,13 +165,16 @@ async def replica_under_test(
     keep_timeout_s: float = 10.0,
     lease_s: float = 3.0,
     consumer: str = CONSUMER,
-    sampler: Callable[[Replica], SingleTurns | Episodes] = SingleTurns,
+    sampler: Callable[[Replica], MixedGroups] = MixedGroups,
     queue: PromptQueue | None = None,
     rows: Rows | None = None,
     shows_images: bool = False,
     row_expiry_s: int = 60,
+    environment: str = "",
 ) -> AsyncIterator[ReplicaUnderTest]:
-    """Serves `engine` on a free port and pulls from `store`, by `queue` and `rows` where they are given."""
+    """Serves `engine` on a free port and pulls from `store`, by `queue` and `rows` where they are given. `environment`:
+    of the prompts that a test admits or asks for.
+    """
     settings = PullSettings(consumer, MAX_GROUPS, lease_s, generation_timeout_s, row_expiry_s, 3, shows_images)
     twin = RolloutTwin(
         engine,
@@ -186,7 +194,16 @@ async def replica_under_test(
     stub = rollout_pb2_grpc.RolloutServiceStub(channel)
     try:
         yield ReplicaUnderTest(
-            engine, twin.replica, twin.pull, stub, channel, store, twin.pulling, phases=phases, consumer=consumer
+            engine,
+            twin.replica,
+            twin.pull,
+            stub,
+            channel,
+            store,
+            twin.pulling,
+            phases=phases,
+            consumer=consumer,
+            environment=environment,
         )
     finally:
         await channel.close()

@@ -94,9 +94,13 @@ def test_files_that_are_missing_or_no_credentials_are_named(tmp_path: Path) -> N
     ):
         with pytest.raises(ConfigError, match=told):
             environment_channel(EnvironmentSection(address="h:1", **fields), RpcSection())
-        override = f"environment={{address: 'h:1', {', '.join(f'{name}: {path}' for name, path in fields.items())}}}"
+        override = (
+            f"environments.game={{address: 'h:1', {', '.join(f'{name}: {path}' for name, path in fields.items())}}}"
+        )
         problems = find_problems(load_settings(write_light_config(tmp_path), [override]), io.StringIO())
-        assert [problem for problem in problems if problem.startswith(f"environment: {told.split(':')[0]}: ")], problems
+        assert [problem for problem in problems if problem.startswith(f"environments.game: {told.split(':')[0]}: ")], (
+            problems
+        )
 
 
 async def test_check_asks_an_environment_with_its_authority_and_token_and_prints_no_token(tmp_path: Path) -> None:
@@ -104,9 +108,12 @@ async def test_check_asks_an_environment_with_its_authority_and_token_and_prints
     (tmp_path / "token").write_text(SECRET)
     (tmp_path / "wrong").write_text("wrong")
     async with environment(token=SECRET, rpc=server_of(authority.issue("environment"))) as (address, _):
-        for token, told in (("token", f"environment.address {address} answers"), ("wrong", "refuses the credentials")):
+        for token, told in (
+            ("token", f"environments.game.address {address} answers"),
+            ("wrong", "refuses the credentials"),
+        ):
             section = f"{{address: '{address}', ca_file: {authority.ca_file}, bearer_token_file: {tmp_path / token}}}"
-            settings = load_settings(write_light_config(tmp_path), [f"environment={section}"])
+            settings = load_settings(write_light_config(tmp_path), [f"environments.game={section}"])
             out = io.StringIO()
             problems = await asyncio.to_thread(find_problems, settings, out)
             assert told in out.getvalue() + "".join(problems)

@@ -349,7 +349,7 @@ class Spends(Agent):
             said += [("assistant", [say(policy, self.dialect, said)]), ("user", [more])]
         refused = post(policy, self.dialect, DIALECTS[self.dialect]([*said, ("user", [SHOWN[2]])]))
         assert refused.status_code == 403
-        assert "bytes of images (environment.max_image_bytes) are spent" in refused.text
+        assert "bytes of images (environments.*.max_image_bytes) are spent" in refused.text
         kind = {"messages": "permission_error"}.get(self.dialect, "invalid_request_error")
         assert refused.json()["error"]["type"] == kind
         return 0.5
@@ -467,7 +467,7 @@ class Unasked(Agent):
         for dialect, write in DIALECTS.items():
             refused = post(policy, dialect, write([("user", [SHOWN[0]])]))
             assert refused.status_code == 400
-            assert "set environment.max_image_bytes" in refused.text
+            assert "set environments.*.max_image_bytes" in refused.text
         say(policy, "chat", [("user", ["a"])])
         return 0.5
 
@@ -496,7 +496,7 @@ class Owns(Agent):
             said: Any = self.task.chat_messages()
             client.chat.completions.create(model=policy.model, messages=said)
         refused = post(policy, "chat", of_chat([("user", [SHOWN[0]])]))
-        assert (refused.status_code, "set environment.max_image_bytes" in refused.text) == (400, True)
+        assert (refused.status_code, "set environments.*.max_image_bytes" in refused.text) == (400, True)
         return 0.5
 
 

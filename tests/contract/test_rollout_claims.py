@@ -42,10 +42,10 @@ class SlowQueue(PromptQueue):
         self.acted = threading.Event()
         self.arrives = threading.Event()
 
-    def claim(self, max_groups: int) -> list[Claim]:
+    def claim(self, max_groups: int, places: Mapping[str, int] = {}) -> list[Claim]:
         if self._num_claimed and not self.acted.is_set():
             return []
-        claims = super().claim(max_groups)
+        claims = super().claim(max_groups, places)
         self._num_claimed += len(claims)
         return claims
 
@@ -269,8 +269,8 @@ class HeldClaims(PromptQueue):
         super().__init__(store.connection, store.run, CONSUMER)
         self.acted, self.arrives = threading.Event(), threading.Event()
 
-    def claim(self, max_groups: int) -> list[Claim]:
-        claims = super().claim(max_groups)
+    def claim(self, max_groups: int, places: Mapping[str, int] = {}) -> list[Claim]:
+        claims = super().claim(max_groups, places)
         if claims and not self.acted.is_set():
             self.acted.set()
             assert self.arrives.wait(20)

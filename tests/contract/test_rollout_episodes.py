@@ -27,6 +27,7 @@ from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.wire import decode_tensor
 from services.rollout.episodes import Episodes, EpisodeSettings
+from services.rollout.groups import MixedGroups
 from services.rollout.harness.endpoint import Endpoint
 from services.rollout.replica import Replica
 from services.rollout.sampling import Sample, SampleRequest
@@ -95,7 +96,7 @@ def sampler(
     max_observation_tokens: int | None = None,
     visual_tokens: VisualTokens | None = None,
     **settings: Any,
-) -> Callable[[Replica], Episodes]:
+) -> Callable[[Replica], MixedGroups]:
     """Episodes of groups of 4 in the environment at `address`, with which the run has this `problem`,
     and the middle of whose longer answers is left out; prompts may show images of these tokens.
     """
@@ -108,15 +109,18 @@ def sampler(
         "max_malformed": 3,
         "max_attempts": 3,
     }
-    chosen = EpisodeSettings(run="test", **{**sizes, "budget_s": 60.0, **settings})
+    chosen = EpisodeSettings(run="test", environment="game", **{**sizes, "budget_s": 60.0, **settings})
 
-    def of(replica: Replica) -> Episodes:
-        endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address)
+    def of(replica: Replica) -> MixedGroups:
+        endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None)
         client = open_environment(EnvironmentSection(address=address), RpcSection())
         tokenizer = ChatTokenizer(folder)
         prompts = PromptThread(tokenizer, replica.info.max_model_tokens, visual_tokens)
         observations = Observations(prompts.tokenizer, max_observation_tokens, "middle")
-        return Episodes(chosen, replica, client, tokenizer, None, endpoint, prompts, observations, lambda *_: problem)
+        episodes = Episodes(
+            chosen, replica, client, tokenizer, None, endpoint, prompts, observations, lambda *_: problem
+        )
+        return MixedGroups(replica, {"game": episodes})
 
     return of
 
@@ -138,11 +142,14 @@ async def rollout_in(
         sampler=chosen,
         generation_timeout_s=generation_timeout_s,
         shows_images="visual_tokens" in settings,
+        environment="game",
     ) as rollout:
         yield rollout
 
 
 TURNS: dict[str, Any] = {"turn_rewards": True}
+PLAYED = trajectory_pb2.Prompt(environment="game")
+"""What of a prompt says that it is played."""
 
 
 async def test_an_episodes_row_is_its_transcript_token_by_token(store: StoreUnderTest, folder: Path) -> None:
@@ -199,7 +206,7 @@ async def test_every_turn_is_sampled_with_the_images_that_the_row_s_messages_sho
 
     first = np.array(ids_of([{"role": "user", "content": text}], generate=True), "<i4").tobytes()
     said = [trajectory_pb2.Message(role="user", content=text)]
-    prompt = trajectory_pb2.Prompt(uid="u", token_ids=first, images=files, messages=said)
+    prompt = trajectory_pb2.Prompt(uid="u", token_ids=first, images=files, messages=said, environment="game")
     sampling = trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=900)
     async with (
         environment(Plain, **TURNS) as (address, _),
@@ -379,9 +386,8 @@ async def test_evaluation_plays_episodes_too(store: StoreUnderTest, folder: Path
     async with environment(Talk, **TURNS) as (address, sessions), rollout_in(store, folder, address) as rollout:
         await rollout.publish(1)
         greedy = trajectory_pb2.SamplingParams(temperature=0.0, top_p=1.0, max_tokens=300)
-        answers = [
-            answer async for answer in rollout.stub.Generate(generate_request(2, sampling=greedy, policy_version=1))
-        ]
+        request = generate_request(2, prompt=PLAYED, sampling=greedy, policy_version=1)
+        answers = [answer async for answer in rollout.stub.Generate(request)]
         assert [answer.meta.index for answer in answers] == [0, 1]
         for answer in answers:
             ids = np.frombuffer(answer.prompt_token_ids + answer.response_token_ids, "<i4")
@@ -420,14 +426,14 @@ async def test_an_evaluation_that_needs_more_places_than_there_are_is_refused(
             smallest_tree(
                 folder,
                 model={"path": str(folder)},
-                environment={"address": address},
+                environments={"game": {"address": address}},
                 sampling={"num_responses": 2},
                 evaluation={"sets": sets},
             )
         )
         async with client_of(address) as client:
             with pytest.raises(ConfigError, match=r"max_sessions 3, .* needs 4 .* evaluation\.sets\.wide\.num_resp"):
-                await environment_fits(settings)(client._channel)
+                await environment_fits(settings, "game")(client._channel)
         async with rollout_in(store, folder, address, responses_per_group=2) as rollout:
             await rollout.publish(1)
             assert len(await rollout.generate(3)) == 3
@@ -553,7 +559,9 @@ async def test_another_run_of_the_name_is_not_fenced_by_what_the_environment_rem
 
 def dying_sessions(rollout: ReplicaUnderTest) -> list[Any]:
     pull: Any = rollout.pull
-    return list(pull._sampler._environment._sessions)
+    episodes = pull._sampler._played["game"]
+    assert isinstance(episodes, Episodes)
+    return list(episodes._environment._sessions)
 
 
 class Wordy(Talk):
@@ -603,7 +611,7 @@ async def test_an_answer_that_fits_into_no_context_ends_the_episode_as_it_stands
         (group,) = await rollout.committed(1)
         for meta in store.rows.read_meta(group.rows):
             assert (meta.episode.ended_by, len(meta.episode.turns), meta.episode.reward.value) == ("tokens", 1, 0.875)
-        request = generate_request(1)
+        request = generate_request(1, prompt=PLAYED)
         request.prompt.messages.add(role="user", content="x" * 10**6)
         with pytest.raises(PromptTooLongError, match=r"the first prompt of episode .* characters does not fit into"):
             await anext(aiter(rollout.stub.Generate(request)))
@@ -621,7 +629,7 @@ async def test_an_environment_with_fewer_places_than_a_group_ends_the_role(store
 async def test_a_first_prompt_that_is_too_long_is_refused_and_never_cut(store: StoreUnderTest, folder: Path) -> None:
     async with environment(Talk, **TURNS) as (address, _), rollout_in(store, folder, address) as rollout:
         await rollout.publish(1)
-        request = generate_request(1)
+        request = generate_request(1, prompt=PLAYED)
         request.prompt.messages.add(role="user", content="x" * 100)
         with pytest.raises(PromptTooLongError, match=r"data\.max_prompt_tokens is 64"):
             await anext(aiter(rollout.stub.Generate(request)))

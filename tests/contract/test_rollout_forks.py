@@ -160,13 +160,15 @@ async def test_a_run_that_does_not_say_for_what_a_row_has_room_is_refused_before
             smallest_tree(
                 folder,
                 model={"path": str(folder)},
-                environment={"address": address},
+                environments={"game": {"address": address}},
                 reward={"components": {"won": {"scorer": {"kind": "environment", "token_rewards": True}}}},
             )
         )
         async with client_of(address) as client:
-            with pytest.raises(ConfigError, match=r"'counting'; environment\.max_row_tokens is not set: the chat"):
-                await environment_fits(settings)(client._channel)
+            with pytest.raises(
+                ConfigError, match=r"'counting'; environments\.game\.max_row_tokens is not set: the chat"
+            ):
+                await environment_fits(settings, "game")(client._channel)
         async with rollout_in(store, folder, address, engine=Thinker, problem="it does not say so") as rollout:
             rollout.admit(1)
             await rollout.publish(1)

@@ -126,14 +126,14 @@ async def test_a_call_that_comes_after_its_own_repetition_takes_no_later_one_fro
 async def test_the_endpoint_shows_the_certificate_that_its_files_hold_now(folder: Path) -> None:
     rotation, no_attempt = Rotation(folder / "tls"), cast(Any, None)
     tls = rotation.tls("rollout")
-    endpoint = Endpoint("127.0.0.1:0", RpcSection(tls=tls), host=None, peer="127.0.0.1:1")
+    endpoint = Endpoint("127.0.0.1:0", RpcSection(tls=tls), host=None)
     await endpoint.start()
     try:
         for _ in range(2):
             trusted = ssl.create_default_context(cafile=str(tls.ca_file))
             endpoint.open(no_attempt)
             async with httpx.AsyncClient(verify=trusted) as client:
-                assert (await client.get(f"{endpoint.base_url}/models")).status_code == 401
+                assert (await client.get(f"{endpoint.base_url('127.0.0.1:1')}/models")).status_code == 401
             await rotation.turn()
     finally:
         await endpoint.close()
@@ -142,11 +142,11 @@ async def test_the_endpoint_shows_the_certificate_that_its_files_hold_now(folder
 @asynccontextmanager
 async def listening(rpc: RpcSection | None = None) -> AsyncIterator[tuple[Endpoint, str, int]]:
     """An endpoint that listens, a key of an episode in which nobody answers, and its port."""
-    endpoint = Endpoint("127.0.0.1:0", rpc or RpcSection(), host=None, peer="127.0.0.1:1")
+    endpoint = Endpoint("127.0.0.1:0", rpc or RpcSection(), host=None)
     await endpoint.start()
     try:
         key, _ = endpoint.open(cast(Any, None))
-        yield endpoint, key, httpx.URL(endpoint.base_url).port or 0
+        yield endpoint, key, httpx.URL(endpoint.base_url("127.0.0.1:1")).port or 0
     finally:
         await endpoint.close()
 
@@ -209,7 +209,7 @@ async def test_the_count_of_a_prompts_tokens_ends_with_its_episode() -> None:
     async with listening() as (endpoint, _, _), httpx.AsyncClient() as client:
         attempt = Counts()
         key, _ = endpoint.open(cast(Any, attempt))
-        url, headers = f"{endpoint.base_url}/messages/count_tokens", {"x-api-key": key}
+        url, headers = f"{endpoint.base_url('127.0.0.1:1')}/messages/count_tokens", {"x-api-key": key}
         asking = asyncio.create_task(client.post(url, json={"messages": SAID}, headers=headers))
         await asyncio.wait_for(attempt.is_counting.wait(), 30)
         endpoint.seal(key)
@@ -242,7 +242,7 @@ async def test_a_large_body_is_read_beside_the_loop_and_overtaken_by_no_other(mo
     monkeypatch.setattr(chat, "read", slow)
     async with listening() as (endpoint, _, _), httpx.AsyncClient() as client:
         key, _ = endpoint.open(cast(Any, Brief()))
-        url, headers = f"{endpoint.base_url}/chat/completions", {"Authorization": f"Bearer {key}"}
+        url, headers = f"{endpoint.base_url('127.0.0.1:1')}/chat/completions", {"Authorization": f"Bearer {key}"}
 
         async def call(text: str) -> str:
             said = [{"role": "user", "content": text}]
@@ -267,7 +267,7 @@ async def test_no_body_outlives_its_answer() -> None:
         async def call() -> None:
             headers = {"Authorization": f"Bearer {key}"}
             response = await client.post(
-                f"{endpoint.base_url}/chat/completions", json={"messages": said}, headers=headers
+                f"{endpoint.base_url('127.0.0.1:1')}/chat/completions", json={"messages": said}, headers=headers
             )
             assert response.status_code == 200
 
@@ -298,11 +298,11 @@ async def test_connections_beyond_what_the_process_has_descriptors_for_are_turne
         kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         async with httpx.AsyncClient() as client:
             with pytest.raises(httpx.TransportError):
-                await client.get(f"{endpoint.base_url}/models")
+                await client.get(f"{endpoint.base_url('127.0.0.1:1')}/models")
             for _, writer in kept:
                 writer.close()
             await asyncio.sleep(0.1)
-            assert (await client.get(f"{endpoint.base_url}/models")).status_code == 401
+            assert (await client.get(f"{endpoint.base_url('127.0.0.1:1')}/models")).status_code == 401
 
 
 async def test_connections_that_never_shake_hands_are_counted_too(
@@ -325,7 +325,7 @@ async def test_connections_that_never_shake_hands_are_counted_too(
             statuses: list[int] = []
             while len(statuses) < 5:
                 with suppress(httpx.TransportError):  # until it has seen that the others left
-                    statuses.append((await client.get(f"{endpoint.base_url}/models")).status_code)
+                    statuses.append((await client.get(f"{endpoint.base_url('127.0.0.1:1')}/models")).status_code)
         assert set(statuses) == {401}
 
 

@@ -3,7 +3,7 @@ away ends nothing.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +11,12 @@ import pytest
 
 from rolecall.errors import ChannelBrokenError
 from rolecall.store.embedded import EmbeddedStore
+from rolecall.store.prompts import Claim
 from rolecall.store.rows import Rows
 from services.rollout.activity import LOOK_S, feed_heartbeat
+from services.rollout.groups import MixedGroups, Room
 from services.rollout.replica import Replica
 from services.rollout.scripted import ScriptedEngine
-from services.rollout.single_turn import SingleTurns
 from tests.contract.rollout_replica import CONSUMER, ReplicaUnderTest, replica_under_test
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_tokenizer import write_tokenizer
@@ -134,14 +135,13 @@ async def test_what_only_says_that_an_engine_lives_is_no_progress_of_the_run(
         rollout.engine.hold = False
 
 
-class Crowded(SingleTurns):
+class Crowded(MixedGroups):
     """A sampler whose environment has no place for a group until it `is_free`."""
 
     is_free = False
 
-    async def room(self, num_in_hand: int, max_groups: int) -> int:
-        """Implements GroupSampler.room."""
-        return max_groups if self.is_free else 0
+    async def room(self, in_hand: Iterable[Claim], max_groups: int) -> Room:
+        return Room(max_groups, {"game": max_groups if self.is_free else 0})
 
 
 async def test_a_rollout_whose_environment_has_no_place_moves_the_run(store: StoreUnderTest, tmp_path: Path) -> None:

@@ -111,7 +111,9 @@ def admit(store: StoreUnderTest, folder: Path, files: Sequence[bytes]) -> None:
     text = "".join("<image>" for _ in files) + "what?"
     ids = expanded(ChatTokenizer(folder), [{"role": "user", "content": parts(text)}], files, generate=True)
     said = [trajectory_pb2.Message(role="user", content=text)]
-    prompt = trajectory_pb2.Prompt(uid="u", token_ids=np.array(ids, "<i4").tobytes(), images=files, messages=said)
+    prompt = trajectory_pb2.Prompt(
+        uid="u", token_ids=np.array(ids, "<i4").tobytes(), images=files, messages=said, environment="game"
+    )
     sampling = trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=1200)
     group = trajectory_pb2.PromptGroup(gid=0, prompt=prompt, num_responses=4, sampling=sampling, run_seed=11)
     assert store.ledger.admit(group, b"")
@@ -212,8 +214,8 @@ async def test_behind_a_placeholder_that_was_sampled_an_episode_is_shown_no_imag
 @pytest.mark.parametrize(
     ("opening", "settings", "why"),
     [
-        (SHOWN[0], {"max_image_bytes": 0}, "answered an image, and this run shows none of it: set environment.max_im"),
-        (SHOWN[0], {"visual_tokens": None}, "answered an image, and this run shows none of it: set environment.max_im"),
+        (SHOWN[0], {"max_image_bytes": 0}, "answered an image, and this run shows none of it: set environments"),
+        (SHOWN[0], {"visual_tokens": None}, "answered an image, and this run shows none of it: set environments"),
         (SHOWN[0][:90], {}, "answered an image that cannot be shown: an image cannot be read"),
         (picture(2, 402), {}, "answered an image that cannot be shown: an image of 2 x 402 pixels is more than 200"),
     ],
@@ -337,4 +339,4 @@ async def test_first_messages_with_images_beyond_the_bound_are_the_task_s_fault(
     async with environment(Gallery, **TURNS) as (address, _), rollout_in(store, tmp_path, address, **given) as one:
         admit(store, tmp_path, ())
         await one.publish(1)
-        await until(lambda: "show images of more than environment.max_image_bytes 10" in caplog.text)
+        await until(lambda: "show images of more than environments.*.max_image_bytes 10" in caplog.text)

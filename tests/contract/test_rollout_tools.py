@@ -20,6 +20,7 @@ from rolecall.settings import EnvironmentSection, RpcSection
 from rolecall.trajectory import SAMPLED_COLUMNS
 from rolecall.v1 import trajectory_pb2
 from services.rollout.episodes import Episodes, EpisodeSettings
+from services.rollout.groups import MixedGroups
 from services.rollout.harness.endpoint import Endpoint
 from services.rollout.replica import Replica
 from services.rollout.sampling import SampleRequest
@@ -115,16 +116,16 @@ async def rollout(
         "max_attempts": 3,
         "max_image_bytes": 0,
     }
-    chosen = EpisodeSettings(run="test", **{**sizes, "budget_s": 60.0, **settings})
+    chosen = EpisodeSettings(run="test", environment="game", **{**sizes, "budget_s": 60.0, **settings})
     runs_episodes = isinstance(make, type) and issubclass(make, Agent)
     async with environment(make, roles=("user", "tool"), runs_episodes=runs_episodes) as (address, _):
 
-        def sampler(replica: Replica) -> Episodes:
+        def sampler(replica: Replica) -> MixedGroups:
             client = open_environment(EnvironmentSection(address=address), RpcSection())
-            endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None, peer=address)
+            endpoint = Endpoint("127.0.0.1:0", RpcSection(), host=None)
             prompts = PromptThread(tokenizer, replica.info.max_model_tokens)
             uncut = Observations(prompts.tokenizer, None, "middle")
-            return Episodes(
+            episodes = Episodes(
                 chosen,
                 replica,
                 client,
@@ -135,9 +136,12 @@ async def rollout(
                 uncut,
                 lambda *_: None,
             )
+            return MixedGroups(replica, {"game": episodes})
 
         engine = Saying(tokenizer, texts)
-        async with replica_under_test(store, folder, engine, lease_s=1.5, sampler=sampler) as replica:
+        async with replica_under_test(
+            store, folder, engine, lease_s=1.5, sampler=sampler, environment="game"
+        ) as replica:
             yield replica
 
 

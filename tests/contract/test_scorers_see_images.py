@@ -460,7 +460,7 @@ def test_held_out_episodes_are_not_scored_without_what_they_showed(
 ) -> None:
     part = {"scorer": {"kind": "function", "target": "mine:size", "images": True}}
     sections: dict[str, Any] = {
-        "environment": {"address": "127.0.0.1:1", "max_image_bytes": 1000},
+        "environments": {"game": {"address": "127.0.0.1:1", "max_image_bytes": 1000}},
         "evaluation": {"sets": {"held": {"path": "held.jsonl"}}},
         "reward": {"components": {"mine": part}},
     }

@@ -14,10 +14,10 @@ from rolecall.settings import load_settings
 from tests.deploy.kubernetes_objects import ROOT, Object, of_kind, problems
 
 COMPOSE = ROOT.parent / "compose" / "runs" / "sort-digits.yaml"
-BESIDE = [{"podSelector": {"matchLabels": {"app.kubernetes.io/component": "environment"}}}]
+BESIDE = [{"podSelector": {"matchLabels": {"app.kubernetes.io/component": "environment-game"}}}]
 ARCADE = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "arcade"}}}]
 OF_ROLLOUTS = {"key": "app.kubernetes.io/component", "operator": "In", "values": ["rollout"]}
-AGENTS = "--environment.endpoint_bind=0.0.0.0:50090"
+AGENTS = "--rollout.endpoint_bind=0.0.0.0:50090"
 
 
 def made(folder: Path, *words: str) -> tuple[list[Object], dict[str, Any]]:
@@ -50,25 +50,31 @@ def ways(objects: list[Object], name: str, way: str, port: int) -> list[Any]:
 def test_rollouts_alone_reach_the_environment_wherever_it_is(
     tmp_path: Path, address: str, peers: list[Any], is_beside: bool
 ) -> None:
-    objects, run = made(tmp_path, f"--environment.address='{address}'", "--environment.ca_file=/data/ca.crt")
+    objects, run = made(
+        tmp_path, f"--environments.game.address='{address}'", "--environments.game.ca_file=/data/ca.crt"
+    )
     assert ways(objects, "rollout", "egress", 50080) == peers
     assert ways(objects, "rollout", "ingress", 50090) == []
     policies = of_kind(objects, "NetworkPolicy")
     assert [name for name in policies if ways(objects, name, "egress", 50080)] == ["rollout"]
-    assert ("environment" in policies) == is_beside == ("environment" in of_kind(objects, "ServiceAccount"))
-    assert "environment" not in of_kind(objects, "Certificate"), "it has roots of its own"
-    assert run["environment"]["address"] == address
+    assert ("environment-game" in policies) == is_beside == ("environment-game" in of_kind(objects, "ServiceAccount"))
+    assert "environment-game" not in of_kind(objects, "Certificate"), "it has roots of its own"
+    assert run["environments"]["game"]["address"] == address
     assert of_kind(objects, "Deployment")["rollout"]
 
 
 def test_agents_beside_the_run_call_a_rollout_by_a_name_that_its_certificate_has(tmp_path: Path) -> None:
-    objects, _ = made(tmp_path, "--environment.address=games:50080", AGENTS)
+    objects, _ = made(tmp_path, "--environments.game.address=games:50080", AGENTS)
     rollout = [{"podSelector": {"matchExpressions": [OF_ROLLOUTS]}}]
     assert ways(objects, "rollout", "ingress", 50090) == BESIDE
-    assert ways(objects, "environment", "egress", 50090) == rollout == ways(objects, "environment", "ingress", 50080)
+    assert (
+        ways(objects, "environment-game", "egress", 50090)
+        == rollout
+        == ways(objects, "environment-game", "ingress", 50080)
+    )
     certificates = of_kind(objects, "Certificate")
-    assert certificates["environment"]["spec"]["dnsNames"] == ["games", "localhost"]
-    assert "uris" not in certificates["environment"]["spec"], "by which it would be a caller"
+    assert certificates["environment-game"]["spec"]["dnsNames"] == ["games", "localhost"]
+    assert "uris" not in certificates["environment-game"]["spec"], "by which it would be a caller"
     assert "*.rollout.sort-digits.svc.cluster.local" in certificates["rollout"]["spec"]["dnsNames"]
     container = of_kind(objects, "StatefulSet")["rollout"]["spec"]["template"]["spec"]["containers"][0]
     assert "--rollout.advertise_host=$(POD_NAME).rollout.sort-digits.svc.cluster.local" in container["args"]
@@ -83,12 +89,12 @@ def test_agents_beside_the_run_call_a_rollout_by_a_name_that_its_certificate_has
 
 
 def test_a_mesh_carries_both_ways_and_knows_who_may_go_them(tmp_path: Path) -> None:
-    words = ("--environment.address=games:50080", AGENTS, "--rpc.behind_mesh=true")
+    words = ("--environments.game.address=games:50080", AGENTS, "--rpc.behind_mesh=true")
     objects, _ = made(tmp_path, *words)
     allowed = of_kind(objects, "AuthorizationPolicy")
     for name, caller, port, path in (
-        ("environment", "rollout", "50080", "/rolecall.v1.EnvironmentService/*"),
-        ("agents", "environment", "50090", "/v1/*"),
+        ("environment-game", "rollout", "50080", "/rolecall.v1.EnvironmentService/*"),
+        ("agents", "environment-game", "50090", "/v1/*"),
     ):
         (rule,) = allowed[name]["spec"]["rules"]
         assert rule["from"][0]["source"]["principals"] == [f"cluster.local/ns/sort-digits/sa/{caller}"]
@@ -106,8 +112,8 @@ def test_a_mesh_carries_both_ways_and_knows_who_may_go_them(tmp_path: Path) -> N
 
 def test_roots_and_token_of_one_elsewhere_are_a_secret_that_rollouts_alone_mount(tmp_path: Path) -> None:
     folder = "/run/rolecall/environment"
-    files = (f"--environment.ca_file={folder}/ca.crt", f"--environment.bearer_token_file={folder}/token")
-    objects, _ = made(tmp_path, "--environment.address=games.example:443", *files)
+    files = (f"--environments.game.ca_file={folder}/ca.crt", f"--environments.game.bearer_token_file={folder}/token")
+    objects, _ = made(tmp_path, "--environments.game.address=games.example:443", *files)
     (pod,) = (
         object["spec"]["template"]["spec"] for object in objects if "secretName: environment" in yaml.safe_dump(object)
     )
@@ -118,9 +124,15 @@ def test_roots_and_token_of_one_elsewhere_are_a_secret_that_rollouts_alone_mount
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--environment.address=127.0.0.1:50080"], "is each rollout's own there; name the environment's service"),
-        (["--environment.address=games:50080", "--environment.endpoint_bind=0.0.0.0:0"], "by its port; name one"),
-        (["--environment.address=games:1", "--environment.ca_file=/me/ca.crt"], "environment.ca_file is /me/ca.crt"),
+        (
+            ["--environments.game.address=127.0.0.1:50080"],
+            "is each rollout's own there; name the environment's service",
+        ),
+        (["--environments.game.address=games:50080", "--rollout.endpoint_bind=0.0.0.0:0"], "by its port; name one"),
+        (
+            ["--environments.game.address=games:1", "--environments.game.ca_file=/me/ca.crt"],
+            "environments.game.ca_file is /me/ca.crt",
+        ),
     ],
 )
 @pytest.mark.parametrize("place", ["kubernetes", "compose"])
@@ -134,20 +146,20 @@ def test_an_environment_that_no_container_reaches_is_refused(
 
 def test_a_project_has_a_certificate_for_the_environment_in_it_and_a_name_for_its_agents(tmp_path: Path) -> None:
     command = ["manifests", str(COMPOSE), "--to", "compose", "--out"]
-    words = ["--environment.address=games:9010", "--environment.endpoint_bind=0.0.0.0:9011"]
+    words = ["--environments.game.address=games:9010", "--rollout.endpoint_bind=0.0.0.0:9011"]
     assert main([*command, str(tmp_path / "inside"), *words]) == 0
     project = yaml.safe_load((tmp_path / "inside" / "compose.yaml").read_text())
     certificates = project["services"]["certificates"]
-    assert "tls-environment" in project["volumes"]
-    assert "tls-environment:/run/rolecall/certificates/environment" in certificates["volumes"]
+    assert "tls-environment-game" in project["volumes"]
+    assert "tls-environment-game:/run/rolecall/certificates/environment-game" in certificates["volumes"]
     words_of = [word.replace("/run/rolecall/certificates", str(tmp_path / "tls")) for word in certificates["command"]]
     assert main(words_of) == 0
-    assert names(tmp_path / "tls" / "environment") == (["games"], [])
+    assert names(tmp_path / "tls" / "environment-game") == (["games"], [])
     settings = load_settings(tmp_path / "inside" / "run.yaml")
     assert settings.rollout.advertise_host == "rollout"
     assert "rollout" in names(tmp_path / "tls" / "rollout")[0]
-    assert main([*command, str(tmp_path / "outside"), "--environment.address=games.example:443",
-                 "--environment.ca_file=system"]) == 0  # fmt: skip
+    assert main([*command, str(tmp_path / "outside"), "--environments.game.address=games.example:443",
+                 "--environments.game.ca_file=system"]) == 0  # fmt: skip
     assert "tls-environment" not in (tmp_path / "outside" / "compose.yaml").read_text()
 
 
@@ -163,6 +175,10 @@ def names(folder: Path) -> tuple[list[str], list[str]]:
 def test_agents_of_several_rollouts_in_one_project_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--environment.address=games:9010", "--environment.endpoint_bind=0.0.0.0:9011", "--rollout.num_replicas=2"]
+    words = [
+        "--environments.game.address=games:9010",
+        "--rollout.endpoint_bind=0.0.0.0:9011",
+        "--rollout.num_replicas=2",
+    ]
     assert main(["manifests", str(COMPOSE), "--to", "compose", "--out", str(tmp_path), *words]) == 2
     assert "the containers of 2 share one" in capsys.readouterr().err

@@ -129,15 +129,16 @@ def test_each_role_shows_its_numbers_on_a_port_of_its_own(tmp_path: Path) -> Non
         ("rpc", {"behind_mesh": True}, "rpc.behind_mesh: the roles of a job of Slurm have no sidecars"),
         ("rollout", {"devices": [[0]], "num_replicas": 2}, "rollout.devices has 1 entries, rollout.num_replicas is 2"),
         ("rollout", {"devices": [[0]], "sleep_mode": True}, "sbatch that command on one node"),
-        ("environment", {"address": "localhost:50080"}, "environment.address localhost:50080 is each rollout's own"),
-        ("environment", {"address": "games:1", "endpoint_bind": "0.0.0.0:2"}, "environment.endpoint_bind: rollouts of"),
+        ("environments", {"a": {"address": "localhost:1"}}, "environments.a.address localhost:1 is each rollout's own"),
+        ("rollout", {"endpoint_bind": "0.0.0.0:2"}, "rollout.endpoint_bind: rollouts of a job share nodes"),
     ],
 )
 def test_a_run_that_an_allocation_could_not_hold_is_refused(
     section: str, keys: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text(yaml.safe_dump(RUN | {section: keys}))
+    played = {"environments": {"game": {"address": "games:1"}}}
+    file.write_text(yaml.safe_dump(RUN | (played if "endpoint_bind" in keys else {}) | {section: keys}))
     assert main(["manifests", str(file), "--to", "slurm", "--out", str(tmp_path / "out")]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -46,7 +46,7 @@ def trained(folder: Path, example: Path, server: str) -> list[dict[str, Any]]:
     try:
         subprocess.run(
             [sys.executable, "-m", "rolecall", "train", str(example / "task.yaml"), *words]
-            + [f"--environment.address={address}"],
+            + [f"--environments.game.address={address}"],
             check=True,
             env=environment,
             timeout=800,

@@ -127,7 +127,7 @@ def test_a_run_whose_environment_shows_images_stops_and_goes_on(tmp_path: Path) 
         "run": {"name": "gallery", "dir": "run", "num_steps": 40},
         "model": {"path": "model", "dtype": "float32"},
         "data": {"train": "train.jsonl", "images_field": "images", "max_prompt_tokens": 120},
-        "environment": {"address": address, "max_image_bytes": 20_000},
+        "environments": {"game": {"address": address, "max_image_bytes": 20_000}},
         "sampling": {"num_responses": 4, "max_tokens": 240, "stop_token_ids": list(range(180, 288))},
         "algorithm": {"groups_per_batch": 4, "num_minibatches": 2},
         "actor": {"num_ranks": 2, "optimizer": {"learning_rate": 1e-3}},
@@ -185,11 +185,13 @@ def test_all_roles_see_what_an_agent_shows_in_each_segment(tmp_path: Path) -> No
             "run": {"name": "agents", "dir": "run", "num_steps": 3},
             "model": {"path": "model", "dtype": "float32"},
             "data": {"train": "train.jsonl", "images_field": "images", "max_prompt_tokens": 200},
-            "environment": {
-                "address": address,
-                "max_turns": 4,
-                "max_image_bytes": len(FIRST) + len(SECOND) + len(OTHER),
-                "max_row_tokens": 900,
+            "environments": {
+                "game": {
+                    "address": address,
+                    "max_turns": 4,
+                    "max_image_bytes": len(FIRST) + len(SECOND) + len(OTHER),
+                    "max_row_tokens": 900,
+                }
             },
             "sampling": {"num_responses": 4, "max_tokens": 200},
             "algorithm": {"groups_per_batch": 4, "num_minibatches": 2, "max_staleness": 1},

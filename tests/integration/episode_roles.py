@@ -101,7 +101,7 @@ def environment(address: str, kind: str, log: str, certificates: str) -> int:
     """Serves one of the two until it is ended."""
     folder = Path(certificates)
     Noting.log = Path(log)
-    Calling.ca_file = str(folder / "environment" / "ca.crt")
+    Calling.ca_file = str(folder / "environment-game" / "ca.crt")
     return serve(
         Stepped if kind == "steps" else Calling,
         address,
@@ -113,8 +113,8 @@ def environment(address: str, kind: str, log: str, certificates: str) -> int:
         reset_timeout_s=5.0,
         step_timeout_s=5.0,
         close_timeout_s=5.0,
-        certificate_file=folder / "environment" / "tls.crt",
-        key_file=folder / "environment" / "tls.key",
+        certificate_file=folder / "environment-game" / "tls.crt",
+        key_file=folder / "environment-game" / "tls.key",
     )
 
 

@@ -123,7 +123,7 @@ class Calling(Agent):
 
 def fail_at_times(rollout: ReplicaUnderTest, faults: Faults, seed: int) -> BadWire:
     """Lets the engine and the wire to the environment fail."""
-    sample, sampler = rollout.engine.sample, rollout.pull._sampler
+    sample, sampler = rollout.engine.sample, rollout.pull._sampler._played["game"]
     assert isinstance(sampler, Episodes)
 
     async def failing(request: SampleRequest) -> Any:

@@ -94,7 +94,7 @@ class Processes:
 @pytest.fixture(params=["steps", "agent"])
 def processes(request: pytest.FixtureRequest, tmp_path: Path, store: StoreUnderTest) -> Iterator[Processes]:
     running = Processes(tmp_path, request.param)
-    assert main(["certificates", str(running.tls), "--run", store.run, "--host", "environment=127.0.0.1"]) == 0
+    assert main(["certificates", str(running.tls), "--run", store.run, "--host", "environment-game=127.0.0.1"]) == 0
     try:
         yield running
     finally:
@@ -120,7 +120,7 @@ def tls_of(folder: Path, role: str) -> dict[str, str]:
 
 async def all_places_are_free(processes: Processes) -> None:
     """Opens every one at once."""
-    roots = (processes.tls / "environment" / "ca.crt").read_bytes()
+    roots = (processes.tls / "environment-game" / "ca.crt").read_bytes()
     peer = Peer(processes.address, grpc.ssl_channel_credentials(roots))
     session = EnvironmentSession(peer, own_rows())
     try:
@@ -150,7 +150,7 @@ async def test_kills_with_sessions_open_lose_nothing_and_leave_no_session(
     sections: dict[str, Any] = {
         "run": {"num_steps": NUM_STEPS},
         "rpc": {"tls": tls_of(processes.tls, "controller")},
-        "environment": {"address": processes.address, "max_turns": 2 * NUM_TURNS},
+        "environments": {"game": {"address": processes.address, "max_turns": 2 * NUM_TURNS}},
         "sampling": {"num_responses": 2, "max_tokens": 250},
         "data": {"max_prompt_tokens": 120},
         "rollout": {"max_groups": 4, "generation_timeout_s": 60.0},

@@ -97,7 +97,7 @@ async def test_a_run_of_an_agent_that_forks_trains_segments_and_accounts_for_eve
             light_run(
                 score=given,
                 run={"num_steps": 3},
-                environment={"address": address, "max_row_tokens": 400},
+                environments={"game": {"address": address, "max_row_tokens": 400}},
                 sampling={"num_responses": 2, "max_tokens": 200},
                 data={"max_prompt_tokens": 120},
             )
@@ -148,7 +148,7 @@ async def test_a_run_whose_template_drops_thinking_trains_its_segments_and_accou
                 template=THINKING_TEMPLATE,
                 run={"num_steps": 3},
                 algorithm={"groups_per_batch": 4, "advantage": {"kind": estimator}},
-                environment={"address": address, "max_turns": 6, "max_row_tokens": room},
+                environments={"game": {"address": address, "max_turns": 6, "max_row_tokens": room}},
                 sampling={"num_responses": 2, "max_tokens": 300},
                 data={"max_prompt_tokens": 100},
             )
@@ -182,7 +182,7 @@ async def test_a_run_in_an_environment_trains_what_was_played_and_loses_nothing(
             light_run(
                 score=given,
                 run={"num_steps": 4},
-                environment={"address": address, "max_turns": 4},
+                environments={"game": {"address": address, "max_turns": 4}},
                 sampling={"num_responses": 2, "max_tokens": 200},
                 data={"max_prompt_tokens": 120},
             )

@@ -47,7 +47,7 @@ def rollout(tmp_path_factory: pytest.TempPathFactory, log: Path) -> Iterator[Rol
         with rollout_process(
             directory,
             write_qwen3(directory / "model", hidden=128),
-            environment={"address": address, "max_turns": 1000},
+            environments={"game": {"address": address, "max_turns": 1000}},
             sampling={"num_responses": 4, "max_tokens": 150},
             data={"max_prompt_tokens": 100},
         ) as running:

@@ -58,7 +58,9 @@ def test_the_sampler_and_a_trainer_say_the_same_of_what_an_agent_shows(tmp_path:
     room = len(FIRST) + len(SECOND) + len(OTHER)
     with pictures() as address:
         sections: dict[str, dict[str, Any]] = {
-            "environment": {"address": address, "max_turns": 4, "max_image_bytes": room, "max_row_tokens": 900},
+            "environments": {
+                "game": {"address": address, "max_turns": 4, "max_image_bytes": room, "max_row_tokens": 900}
+            },
             "data": {"max_prompt_tokens": 100},
             "sampling": {"num_responses": 4, "max_tokens": 200},
         }

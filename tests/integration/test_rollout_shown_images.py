@@ -59,7 +59,7 @@ def test_the_sampler_and_a_trainer_say_the_same_of_turns_behind_a_second_image(
     assert tokens is not None
     with second_picture() as address:
         sections: dict[str, dict[str, Any]] = {
-            "environment": {"address": address, "max_turns": 4, "max_image_bytes": len(FIRST) + len(SECOND)},
+            "environments": {"game": {"address": address, "max_turns": 4, "max_image_bytes": len(FIRST) + len(SECOND)}},
             "data": {"max_prompt_tokens": 100},
             "sampling": {"num_responses": 4, "max_tokens": 200},
         }

@@ -17,12 +17,12 @@ from rolecall.store.rows import Rows
 from rolecall.store.sealed import read_ctl
 from rolecall.v1 import rollout_pb2_grpc
 from services.rollout.config import keep_timeout_s
-from services.rollout.episodes import Episodes, sampler_of
+from services.rollout.episodes import sampler_of
+from services.rollout.groups import MixedGroups
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
 from services.rollout.sampling import RolloutEngine
 from services.rollout.service import SERVICE_NAME, RolloutServicer
-from services.rollout.single_turn import SingleTurns
 
 WAIT_S = 0.1
 """Longest wait for prompts. A thread that waits for them cannot be cancelled, and the end of a test waits for it."""
@@ -49,7 +49,7 @@ class RolloutTwin:
         *,
         replica: type[Replica] = Replica,
         fence: Fence,
-        sampler: Callable[[Replica], SingleTurns | Episodes] = SingleTurns,
+        sampler: Callable[[Replica], MixedGroups] = MixedGroups,
         pause_timeout_s: float = 5.0,
         load_timeout_s: float = 5.0,
         keep_timeout_s: float = 5.0,
@@ -112,7 +112,7 @@ class RolloutTwin:
             tokenizer,
             Server(settings.rpc, bind),
             fence=fence or Fence(lambda: read_ctl(connection, settings.run.name)),
-            sampler=lambda replica: sampler_of(settings, replica, tokenizer, None),
+            sampler=lambda replica: sampler_of(settings, replica, tokenizer),
             pause_timeout_s=settings.rollout.generation_timeout_s,
             load_timeout_s=settings.weights.publish_timeout_s,
             keep_timeout_s=keep_timeout_s(settings.weights),

@@ -33,11 +33,15 @@ def test_each_role_and_person_gets_a_certificate_that_says_who_it_is_and_where(t
     assert not list(tmp_path.glob("*/ca.key"))
 
 
-def test_a_server_of_the_store_gets_a_certificate_that_names_its_host_and_no_caller(tmp_path: Path) -> None:
-    assert main(["certificates", str(tmp_path), "--run", "sort", "--host", "store=node-1"]) == 0
-    names = names_of(tmp_path / "store")
-    assert [name.value for name in names] == ["node-1"]
-    assert not (tmp_path / "environment").exists()
+def test_a_server_of_the_store_and_each_environment_get_a_certificate_that_names_its_host_and_no_caller(
+    tmp_path: Path,
+) -> None:
+    hosts = {"store": "node-1", "environment-game": "games", "environment-tools": "tools"}
+    words = [word for name, host in hosts.items() for word in ("--host", f"{name}={host}")]
+    assert main(["certificates", str(tmp_path), "--run", "sort", *words]) == 0
+    for name, host in hosts.items():
+        assert [each.value for each in names_of(tmp_path / name)] == [host]
+    assert len({(tmp_path / name / "tls.key").read_bytes() for name in hosts}) == 3
 
 
 def test_an_authority_is_not_overwritten_and_certificates_are_renewed_from_it(
@@ -57,7 +61,7 @@ def test_an_authority_is_not_overwritten_and_certificates_are_renewed_from_it(
     assert "no authority that can sign" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("host", ["gpu-1", "actor=", "cook=gpu-1"])
+@pytest.mark.parametrize("host", ["gpu-1", "actor=", "cook=gpu-1", "environment=games"])
 def test_a_host_without_its_role_is_refused(tmp_path: Path, host: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certificates", str(tmp_path), "--run", "sort", "--host", host]) == 2
     assert "ROLE=NAME" in capsys.readouterr().err

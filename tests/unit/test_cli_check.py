@@ -465,7 +465,7 @@ def test_a_judge_that_compares_in_one_conversation_is_noted_where_episodes_may_h
         verdicts = "{good: 1, bad: 0}" if scope == "item" else "{}"
         rubric = f"{{model: m, scope: {scope}, template: '{template}', verdicts: {verdicts}}}"
         judge = f"reward.components.won={{scorer: {{kind: judge, address: 'http://127.0.0.1:1/v1', rubric: {rubric}}}}}"
-        played = [f"environment={{address: '127.0.0.1:1', max_turns: {turns}}}"] if turns else []
+        played = [f"environments.game={{address: '127.0.0.1:1', max_turns: {turns}}}"] if turns else []
         return findings(load_settings(config, [judge, *played]))[1]
 
     note = "NOTE reward.components.won.scorer.rubric: scope group shows messages of one conversation"

@@ -10,7 +10,7 @@ from rolecall.data.continuation import Continuation
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.images.tokens import image_processor_of, read_processor_digest
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.environment.checks import explain_environment, run_problem
+from rolecall.environment.checks import explain_environments, run_problem
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import PromptBytes, StoreBudget
@@ -31,17 +31,29 @@ def settings(folder: Path, scorer: dict[str, Any], **sections: Any) -> RunSettin
 @pytest.mark.parametrize(
     ("scorer", "sections", "words"),
     [
-        ({"kind": "environment"}, {}, "set environment.address"),
-        ({"kind": "environment", "target": "a:b"}, {"environment": ADDRESS}, "one of kind environment has none"),
-        ({"kind": "function"}, {"environment": ADDRESS}, "a scorer of kind function needs one"),
-        ({"kind": "environment", "scope": "group"}, {"environment": ADDRESS}, "each episode a reward by itself"),
-        ({"kind": "environment"}, {"environment": {**ADDRESS, "max_turns": 0}}, "greater than 0"),
-        ({"kind": "environment"}, {"environment": {}}, "Field required"),
-        ({"kind": "environment"}, {"environment": {**ADDRESS, "max_row_tokens": 1000}}, "less than one conversation"),
+        ({"kind": "environment"}, {}, "is what an environment gives, and there is none; add one"),
+        (
+            {"kind": "environment", "target": "a:b"},
+            {"environments": {"game": ADDRESS}},
+            "one of kind environment has none",
+        ),
+        ({"kind": "function"}, {"environments": {"game": ADDRESS}}, "a scorer of kind function needs one"),
+        (
+            {"kind": "environment", "scope": "group"},
+            {"environments": {"game": ADDRESS}},
+            "each episode a reward by itself",
+        ),
+        ({"kind": "environment"}, {"environments": {"game": {**ADDRESS, "max_turns": 0}}}, "greater than 0"),
+        ({"kind": "environment"}, {"environments": {"game": {}}}, "Field required"),
+        (
+            {"kind": "environment"},
+            {"environments": {"game": {**ADDRESS, "max_row_tokens": 1000}}},
+            "less than one conversation",
+        ),
         (
             {"kind": "environment"},
             {
-                "environment": {**ADDRESS, "max_row_tokens": 20_000},
+                "environments": {"game": {**ADDRESS, "max_row_tokens": 20_000}},
                 "algorithm": {"groups_per_batch": 1, "aggregation": "seq_mean_token_mean"},
             },
             "exceeds actor.token_budget 16384, and the loss needs a whole trajectory",
@@ -58,18 +70,20 @@ def test_sections_that_do_not_fit_are_refused(
 @pytest.mark.parametrize("name", ["\u6570\u5b66", "a\tb", "x" * 201])
 def test_a_set_that_no_session_can_be_named_after_is_refused(tmp_path: Path, name: str) -> None:
     evaluation = {"sets": {name: {"path": "held.jsonl"}}}
-    with pytest.raises(ValidationError, match="stands in the names of the environment's sessions"):
-        settings(tmp_path, {"kind": "environment"}, environment=ADDRESS, evaluation=evaluation)
+    with pytest.raises(ValidationError, match="stands in the names of environments' sessions"):
+        settings(tmp_path, {"kind": "environment"}, environments={"game": ADDRESS}, evaluation=evaluation)
     settings(tmp_path, {"kind": "exact_match"}, evaluation=evaluation)
     evaluation = {"sets": {"math/AIME 2024 (v1.1)": {"path": "held.jsonl"}}}
-    settings(tmp_path, {"kind": "environment"}, environment=ADDRESS, evaluation=evaluation)
+    settings(tmp_path, {"kind": "environment"}, environments={"game": ADDRESS}, evaluation=evaluation)
 
 
 def test_a_row_is_as_long_as_a_conversation_unless_it_is_said_and_the_store_is_budgeted_for_it(tmp_path: Path) -> None:
-    run = settings(tmp_path, {"kind": "environment"}, environment=ADDRESS)
+    run = settings(tmp_path, {"kind": "environment"}, environments={"game": ADDRESS})
     longest = run.data.max_prompt_tokens + run.sampling.max_tokens
     assert run.max_row_tokens == longest
-    longer = settings(tmp_path, {"kind": "environment"}, environment={**ADDRESS, "max_row_tokens": 4 * longest})
+    longer = settings(
+        tmp_path, {"kind": "environment"}, environments={"game": {**ADDRESS, "max_row_tokens": 4 * longest}}
+    )
     assert longer.max_row_tokens == 4 * longest
     grown = StoreBudget.of(longer, PromptBytes(0)).group_bytes / StoreBudget.of(run, PromptBytes(0)).group_bytes
     assert 3 < grown < 4, "what a row takes beside its tokens stays"
@@ -77,42 +91,44 @@ def test_a_row_is_as_long_as_a_conversation_unless_it_is_said_and_the_store_is_b
 
 def test_check_says_what_ends_an_episode_and_that_the_template_is_prefix_stable(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    run = settings(tmp_path, {"kind": "environment"}, environment=ADDRESS)
-    lines = list(explain_environment(run, ChatTokenizer(tmp_path)))
+    run = settings(tmp_path, {"kind": "environment"}, environments={"game": ADDRESS})
+    lines = list(explain_environments(run, ChatTokenizer(tmp_path)))
     assert "after 16 turns, 1024 tokens" in lines[0]
     assert lines[1:] == [
-        "  the branches of its conversation are trained up to 2048 tokens an episode (environment.max_row_tokens)",
+        "  the branches of its conversation are trained up to 2048 tokens an episode (max_row_tokens)",
         "  the chat template is prefix-stable for messages of user and tool",
     ]
 
 
 def test_check_says_where_the_template_shows_an_environment_s_images(tmp_path: Path) -> None:
     seeing = write_seeing(tmp_path / "model")
-    shown = {"environment": {**ADDRESS, "max_image_bytes": 5000}, "model": {"path": str(seeing)}}
+    shown = {"environments": {"game": {**ADDRESS, "max_image_bytes": 5000}}, "model": {"path": str(seeing)}}
     run = settings(tmp_path, {"kind": "environment"}, **shown)
-    assert list(explain_environment(run, ChatTokenizer(seeing)))[-1] == (
+    assert list(explain_environments(run, ChatTokenizer(seeing)))[-1] == (
         "  it, or its agent, may show images of 5000 bytes in an episode, in messages of user and tool; each takes as "
         "many tokens as one of a prompt"
     )
     write_tokenizer(seeing, more_tokens=VISION_TOKENS)
     with pytest.raises(
-        ConfigError, match=r"environment\.max_image_bytes: the chat template cannot be used with images"
+        ConfigError, match=r"environments\.game\.max_image_bytes: the chat template cannot be used with images"
     ):
-        list(explain_environment(run, ChatTokenizer(seeing)))
+        list(explain_environments(run, ChatTokenizer(seeing)))
     write_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     blind = settings(tmp_path, {"kind": "environment"}, **{**shown, "model": {"path": str(tmp_path)}})
     with pytest.raises(
-        ConfigError, match=r"environment\.max_image_bytes: model\.path \S+ is no model that sees images"
+        ConfigError, match=r"environments\.\*\.max_image_bytes: model\.path \S+ is no model that sees images"
     ):
-        list(explain_environment(blind, ChatTokenizer(tmp_path)))
+        list(explain_environments(blind, ChatTokenizer(tmp_path)))
 
 
 def test_roles_say_how_they_read_images_that_an_environment_alone_shows(tmp_path: Path) -> None:
     seeing = write_seeing(tmp_path / "model")
     model = {"model": {"path": str(seeing)}}
-    shown = settings(tmp_path, {"kind": "environment"}, **model, environment={**ADDRESS, "max_image_bytes": 5000})
-    text = settings(tmp_path, {"kind": "environment"}, **model, environment=ADDRESS)
+    shown = settings(
+        tmp_path, {"kind": "environment"}, **model, environments={"game": {**ADDRESS, "max_image_bytes": 5000}}
+    )
+    text = settings(tmp_path, {"kind": "environment"}, **model, environments={"game": ADDRESS})
     assert image_processor_of(shown, seeing) == read_processor_digest(seeing) != ""
     assert image_processor_of(text, seeing) == ""
 
@@ -122,32 +138,34 @@ def test_messages_that_show_no_images_begin_no_segment_for_them(tmp_path: Path) 
     seeing = write_seeing(tmp_path / "model")
     joined = "{% if message.role == 'tool' %}{{ 'it says: ' + message.content }}{% elif message.content is string %}"
     write_tokenizer(seeing, VISION_TEMPLATE.replace("{% if message.content is string %}", joined), VISION_TOKENS)
-    shown = {"environment": {**ADDRESS, "max_image_bytes": 5000}, "model": {"path": str(seeing)}}
+    shown = {"environments": {"game": {**ADDRESS, "max_image_bytes": 5000}}, "model": {"path": str(seeing)}}
     run, tokenizer = settings(tmp_path, {"kind": "environment"}, **shown), ChatTokenizer(seeing)
-    stable, images = list(explain_environment(run, tokenizer))[2:]
+    stable, images = list(explain_environments(run, tokenizer))[2:]
     assert stable == "  the chat template is prefix-stable for messages of user and tool"
     assert "in messages of user; " in images
     spec = environment_pb2.DescribeEnvironmentResponse(roles=["user", "tool"])
     continuation = Continuation(tokenizer, visual_tokens=PromptEncoder.of(run, tokenizer).visual_tokens)
-    assert run_problem(run, spec, continuation) is None
+    assert run_problem(run, "game", spec, continuation) is None
 
 
 def test_an_agent_s_environment_may_show_images_and_says_no_bound_of_rows(tmp_path: Path) -> None:
-    """What its agent asks begins segments whatever the template does, up to environment.max_row_tokens."""
+    """What its agent asks begins segments whatever the template does, up to max_row_tokens."""
     write_tokenizer(tmp_path, THINKING_TEMPLATE)
     data = {**smallest_tree(tmp_path)["data"], "images_field": "images"}
-    shown = {"environment": {**ADDRESS, "max_image_bytes": 5000}}
+    shown = {"environments": {"game": {**ADDRESS, "max_image_bytes": 5000}}}
     run = settings(tmp_path, {"kind": "environment"}, **shown, data=data)
     continuation = Continuation(ChatTokenizer(tmp_path))
-    assert run_problem(run, environment_pb2.DescribeEnvironmentResponse(runs_episodes=True), continuation) is None
-    stepped = run_problem(run, environment_pb2.DescribeEnvironmentResponse(), continuation) or ""
-    assert stepped.startswith("environment.max_row_tokens is not set")
+    assert (
+        run_problem(run, "game", environment_pb2.DescribeEnvironmentResponse(runs_episodes=True), continuation) is None
+    )
+    stepped = run_problem(run, "game", environment_pb2.DescribeEnvironmentResponse(), continuation) or ""
+    assert stepped.startswith("environments.game.max_row_tokens is not set")
 
 
 def test_check_says_which_text_a_template_changes_and_what_that_costs(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, THINKING_TEMPLATE)
-    run = settings(tmp_path, {"kind": "environment"}, environment=ADDRESS)
-    user, tool, cost = list(explain_environment(run, ChatTokenizer(tmp_path)))[2:]
+    run = settings(tmp_path, {"kind": "environment"}, environments={"game": ADDRESS})
+    user, tool, cost = list(explain_environments(run, ChatTokenizer(tmp_path)))[2:]
     assert "shows an earlier turn otherwise once a message of the role 'user' follows: " in user
     assert user.endswith("where that happens, a message of 'user' begins a segment")
     assert "once a message of the role 'tool' follows: " in tool, "it shows that there was no thinking, at first"
@@ -163,16 +181,16 @@ def test_a_run_whose_template_forks_must_say_for_what_a_row_has_room(tmp_path: P
     stepped, agents = (environment_pb2.DescribeEnvironmentResponse(runs_episodes=runs) for runs in (False, True))
 
     def problem(continuation: Continuation, spec: Any, **section: Any) -> str | None:
-        run = settings(tmp_path, {"kind": "environment"}, environment={**ADDRESS, **section})
-        return run_problem(run, spec, continuation)
+        run = settings(tmp_path, {"kind": "environment"}, environments={"game": {**ADDRESS, **section}})
+        return run_problem(run, "game", spec, continuation)
 
     found = problem(forking, stepped)
     assert found is not None
     assert found.startswith(
-        "environment.max_row_tokens is not set: the chat template shows an earlier turn otherwise once a message of "
-        "the role 'user' follows: "
+        "environments.game.max_row_tokens is not set: the chat template shows an earlier turn otherwise once a message "
+        "of the role 'user' follows: "
     )
-    assert "an episode of 16 turns (environment.max_turns) may take 25088 tokens" in found
+    assert "an episode of 16 turns (max_turns) may take 25088 tokens" in found
     assert "Set it to 25088, and what is beyond is masked and counted; or to 2048, " in found
     assert problem(forking, stepped, max_row_tokens=2048) is None
     assert problem(forking, stepped, max_turns=1) is None, "nothing follows a turn"
@@ -182,22 +200,22 @@ def test_a_run_whose_template_forks_must_say_for_what_a_row_has_room(tmp_path: P
 
 def test_check_refuses_a_template_in_which_nobody_may_answer_the_policy(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, MUTE)
-    run = settings(tmp_path, {"kind": "environment"}, environment=ADDRESS)
+    run = settings(tmp_path, {"kind": "environment"}, environments={"game": ADDRESS})
     with pytest.raises(ConfigError, match=r"cannot be used with messages of the role 'user': .*one question alone"):
-        list(explain_environment(run, ChatTokenizer(tmp_path)))
+        list(explain_environments(run, ChatTokenizer(tmp_path)))
 
 
 def test_check_names_the_parser_of_calls_and_refuses_one_that_vllm_does_not_have(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    run = settings(tmp_path, {"kind": "environment"}, environment={**ADDRESS, "tool_parser": "hermes"})
-    lines = list(explain_environment(run, ChatTokenizer(tmp_path)))
+    run = settings(tmp_path, {"kind": "environment"}, environments={"game": {**ADDRESS, "tool_parser": "hermes"}})
+    lines = list(explain_environments(run, ChatTokenizer(tmp_path)))
     assert lines[2:] == [
         "  the chat template is prefix-stable for messages of user and tool, with tools in the prompt, too",
         "  calls of tools are read by vLLM's parser hermes",
     ]
-    run = settings(tmp_path, {"kind": "environment"}, environment={**ADDRESS, "tool_parser": "herms"})
+    run = settings(tmp_path, {"kind": "environment"}, environments={"game": {**ADDRESS, "tool_parser": "herms"}})
     with pytest.raises(ConfigError, match=r"no parser 'herms' \(did you mean 'hermes'\?\)"):
-        list(explain_environment(run, ChatTokenizer(tmp_path)))
+        list(explain_environments(run, ChatTokenizer(tmp_path)))
 
 
 def test_what_the_template_is_given_is_rendered_everywhere_and_is_part_of_the_digest(tmp_path: Path) -> None:
@@ -205,7 +223,7 @@ def test_what_the_template_is_given_is_rendered_everywhere_and_is_part_of_the_di
     run = settings(
         tmp_path,
         {"kind": "environment"},
-        environment=ADDRESS,
+        environments={"game": ADDRESS},
         model={"path": str(tmp_path), "chat_template_kwargs": {"quiet": True}},
     )
     quiet = ChatTokenizer(tmp_path, run.model.chat_template_kwargs)
@@ -228,7 +246,7 @@ def test_a_template_of_the_run_s_own_goes_before_all_of_the_tokenizer_s_and_is_p
     run = settings(
         tmp_path,
         {"kind": "environment"},
-        environment=ADDRESS,
+        environments={"game": ADDRESS},
         model={"path": str(tmp_path), "chat_template": str(own)},
     )
     mine, theirs = ChatTokenizer.of(run.model), ChatTokenizer(tmp_path)

@@ -226,8 +226,8 @@ def test_a_setting_that_an_older_release_did_not_keep_is_not_held_against_the_ru
         ("data.max_prompts", {"data": {"max_prompts": 5}}),
         ("model.freeze_vision_tower", {"model": {"freeze_vision_tower": True}}),
         (
-            "environment.max_image_bytes",
-            {"environment": {"address": "127.0.0.1:1", "max_image_bytes": 9}},
+            "environments.*.max_image_bytes",
+            {"environments": {"game": {"address": "127.0.0.1:1", "max_image_bytes": 9}}},
         ),
         (
             "critic.lora",

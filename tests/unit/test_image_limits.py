@@ -44,7 +44,7 @@ def test_what_becomes_of_the_tower_is_told(make_settings: MakeSettings, vision: 
         "trained with the rest (model.freeze_vision_tower)": shown(make_settings, vision),
         "stay as they are, as it is asked to": shown(make_settings, vision, model={"freeze_vision_tower": True}),
         "stay as they are, as adapters are of the": shown(make_settings, vision, actor={"lora": {}}),
-        "stay as they are, as no images are shown (data.images_field, environment.max_image_bytes)": shown(
+        "stay as they are, as no images are shown (data.images_field, environments.*.max_image_bytes)": shown(
             make_settings, vision, None
         ),
     }.items():

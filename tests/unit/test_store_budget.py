@@ -115,20 +115,20 @@ def test_every_row_has_room_for_what_its_environment_may_show(make_settings: Cal
     shown = {"address": "127.0.0.1:1", "max_image_bytes": 1000}
     section = {"algorithm": {"groups_per_batch": 4}, "sampling": {"num_responses": 2}}
     settings, without = (
-        make_settings(**section, environment={**shown, "max_image_bytes": size}) for size in (1000, None)
+        make_settings(**section, environments={"game": {**shown, "max_image_bytes": size}}) for size in (1000, None)
     )
     budgets = [StoreBudget.of(each, PromptBytes(10)).batch_bytes for each in (settings, without)]
     columns = {column.name for column in settings.columns} - {column.name for column in without.columns}
     assert columns == {"images"}
     assert budgets[0] - budgets[1] >= 4 * 2 * 1000
-    large = make_settings(**section, environment={**shown, "max_image_bytes": 2**30})
-    with pytest.raises(ConfigError, match=r"environment\.max_image_bytes 1073741824.*, environment\.max_image_bytes"):
+    large = make_settings(**section, environments={"game": {**shown, "max_image_bytes": 2**30}})
+    with pytest.raises(ConfigError, match=r"environments\.\*\.max_image_bytes 1073741824.*, environments\.\*\.max_im"):
         StoreBudget.of(large, PromptBytes(10))
 
 
 def test_a_trained_row_is_counted_with_what_its_environment_showed(make_settings: Callable[..., RunSettings]) -> None:
     """Counted by their bound, rows of text would ask for checkpoints that nobody asked for."""
-    settings = make_settings(environment={"address": "127.0.0.1:1", "max_image_bytes": 2_000_000})
+    settings = make_settings(environments={"game": {"address": "127.0.0.1:1", "max_image_bytes": 2_000_000}})
     batch, text = (
         TrainBatch(rows=[RowRef(num_tokens=128, shown_image_bytes=size)] * 8, gids=[1, 2]) for size in (5000, 0)
     )

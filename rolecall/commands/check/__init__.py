@@ -21,7 +21,7 @@ from rolecall.commands.check.preflight import NOTE, preflight
 from rolecall.commands.check.prompts import all_prompts
 from rolecall.data.model_files import ModelFacts, read_model
 from rolecall.data.tokenizer import ChatTokenizer
-from rolecall.environment.checks import explain_environment
+from rolecall.environment.checks import explain_environments
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.identity import newest_checkpoint
 from rolecall.launcher.plan import holds_a_run, require_folders
@@ -31,6 +31,7 @@ from rolecall.settings import (
     PassAtKAdvantage,
     RunSettings,
     TrainerSection,
+    may_meet,
     require_visible,
 )
 from rolecall.trackers import require as require_trackers
@@ -87,7 +88,7 @@ def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
         sections += [policy_model(settings, facts), memory_and_disk(settings, facts), check_capacity(settings, facts)]
         sections += [tokenizer_and_models(settings, tokenizer)] if tokenizer is not None else []
     if tokenizer is not None:
-        sections.append(explain_environment(settings, tokenizer))
+        sections.append(explain_environments(settings, tokenizer))
     for section in [*sections, _placement(settings), _deadlines(settings), *preflight(settings)]:
         _collect(section, out, problems)
     return list(dict.fromkeys(problems))
@@ -211,18 +212,20 @@ def _judges(settings: RunSettings) -> Iterator[str]:
     """Notes on judges that compare responses in one conversation where each episode may have its own: whether one has
     several turns is seen only when it is played.
     """
-    if settings.environment is None or settings.environment.max_turns == 1:
-        return
+    environments = {name: section for name, section in settings.environments.items() if section.max_turns > 1}
     for name, component in settings.reward.components.items():
         scorer = component.scorer
         if not isinstance(scorer, ExternalScorer) or scorer.rubric is None or scorer.asked.scope == "item":
+            continue
+        judged = [name for name, section in environments.items() if may_meet(section.when, component.when)]
+        if not judged:
             continue
         if shown := sorted(scorer.asked.variables & {"prompt", "messages"}):
             yield (
                 f"{NOTE} reward.components.{name}.scorer.rubric: scope group shows {', '.join(shown)} of one "
                 "conversation, and a group whose episodes' conversations differ, as after several turns, fails with "
-                "INVALID_INPUT; use scope item, or a function of scope group, or set environment.max_turns to 1 where "
-                "no episode has more"
+                "INVALID_INPUT; use scope item, or a function of scope group, or set max_turns to 1 where no episode "
+                f"has more (environments {', '.join(judged)})"
             )
 
 

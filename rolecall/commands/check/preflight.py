@@ -231,14 +231,13 @@ def _named(settings: RunSettings) -> Iterator[_Place]:
                 health_of(services[name]),
                 _opener(section.address, settings),
             )
-    environment = settings.environment
-    if environment is not None:
+    for name, environment in settings.environments.items():
         yield _Place(
-            "environment.address",
+            f"environments.{name}.address",
             environment.address,
             ENVIRONMENT,
-            environment_fits(settings),
-            lambda: environment_channel(environment, rpc),
+            environment_fits(settings, name),
+            partial(environment_channel, environment, rpc),
         )
     reward = "rolecall.v1.RewardService"
     if settings.reward.address is not None:

@@ -78,6 +78,7 @@ def _prompts(
         settings.data,
         settings.reward,
         settings.algorithm.distillation if files == settings.data.train else None,
+        environments=settings.environments,
         max_prompts=max_prompts,
     )
     read += prompts

@@ -24,7 +24,7 @@ class PromptEncoder:
     @classmethod
     def of(cls, settings: RunSettings, tokenizer: ChatTokenizer) -> "PromptEncoder":
         """The encoder of a run's prompts. ConfigError where the run may show images and the model sees none."""
-        asked_by = "environment.max_image_bytes" if settings.data.images_field is None else "data.images_field"
+        asked_by = "environments.*.max_image_bytes" if settings.data.images_field is None else "data.images_field"
         path = settings.model.path
         return cls(tokenizer, require_visual_tokens(path, asked_by) if settings.shows_images else None)
 

@@ -11,7 +11,7 @@
         make = lambda: ToolEpisode([Calculator()], right)
         sys.exit(serve(make, name="sums", range=(0, 1), roles=("user", "tool")))
 
-The run names the parser of its model's calls, `environment.tool_parser`.
+The run names the parser of its model's calls, `environments.*.tool_parser`.
 """
 
 from rolecall.environment.tools.episode import CallableTool, ToolEpisode

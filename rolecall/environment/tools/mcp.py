@@ -39,7 +39,7 @@ class McpServer:
 
     def __init__(self, command: Sequence[str], start_s: float = START_S, *, shows_images: bool = False) -> None:
         """Starts `command` and asks for its tools. `shows_images`: those that they answer are shown, for runs with
-        environment.max_image_bytes. EpisodeLostError when it does not say its tools within `start_s`.
+        environments.*.max_image_bytes. EpisodeLostError when it does not say its tools within `start_s`.
         """
         self._shows_images = shows_images
         self._parameters = StdioServerParameters(command=command[0], args=list(command[1:]))

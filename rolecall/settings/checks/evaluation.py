@@ -15,16 +15,16 @@ def check_images(settings: "RunSettings") -> None:
     if settings.max_environment_image_bytes and settings.evaluation.sets and seeing:
         raise ValueError(
             f"reward.components.{seeing[0]} reads images, and of held-out episodes those that the environment "
-            "showed are not kept (environment.max_image_bytes); leave out evaluation.sets, or its images"
+            "showed are not kept (environments.*.max_image_bytes); leave out evaluation.sets, or its images"
         )
 
 
 def check_set_names(settings: "RunSettings") -> None:
     """ValueError where the name of a held-out set cannot stand in the name of a session."""
-    for name in settings.evaluation.sets if settings.environment is not None else ():
+    for name in settings.evaluation.sets if settings.environments else ():
         if not (name.isascii() and name.isprintable() and len(name) <= _MAX_SET_NAME_CHARS):
             raise ValueError(
-                f"evaluation.sets: {name!r} stands in the names of the environment's sessions, which are printable "
+                f"evaluation.sets: {name!r} stands in the names of environments' sessions, which are printable "
                 f"ASCII; give it at most {_MAX_SET_NAME_CHARS} such characters"
             )
 

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from rolecall.settings.algorithm.advantages import GdpoAdvantage, GrpoAdvantage, PassAtKAdvantage
+from rolecall.settings.conditions import may_meet
 from rolecall.settings.reward import FunctionScorer, LengthScorer, shadows_of
 
 if TYPE_CHECKING:
@@ -91,17 +92,16 @@ def check_gdpo(settings: "RunSettings") -> None:
         )
 
 
-def check_environment(settings: "RunSettings") -> None:
-    """ValueError where a component is what an environment gives, and there is none."""
-    gives = [
-        name
-        for name, component in settings.reward.components.items()
-        if isinstance(component.scorer, FunctionScorer) and component.scorer.kind == "environment"
-    ]
-    if gives and settings.environment is None:
-        raise ValueError(
-            f"reward.components.{gives[0]} is what an environment gives, and there is none; set environment.address"
-        )
+def check_environments(settings: "RunSettings") -> None:
+    """ValueError where a component is what environments give, and none can play a prompt that it scores."""
+    for name, component in settings.reward.components.items():
+        playing = [section for section in settings.environments.values() if may_meet(component.when, section.when)]
+        if component.is_given and not playing:
+            raise ValueError(
+                f"reward.components.{name} is what an environment gives, and there is none"
+                + (" whose when agrees with its own; mend one" if settings.environments else "; add one")
+                + ", as in environments: {game: {address: HOST:PORT}}"
+            )
 
 
 def check_shaping(settings: "RunSettings") -> None:

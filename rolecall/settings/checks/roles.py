@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,41}")
 """Names of references: `reference-<name>` is a host, with room for what Kubernetes adds, and `<name>/0` a replica."""
+_ENVIRONMENT = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
+"""Names of environments: `environment-<name>` is a service account of Kubernetes and a folder of certificates."""
 _OTHERS = re.compile(r"controller|actor|critic|reward|store|rollout(-.*)?")
 """Names of the run's other processes; the launcher, and files of several machines, know a process by its name alone."""
 
@@ -27,6 +29,16 @@ def check_names(references: Iterable[str]) -> None:
             )
         if _OTHERS.fullmatch(name):
             raise ValueError(f"{name!r} is what another role of a run is called; give the instance another name")
+
+
+def check_environment_names(environments: Iterable[str]) -> None:
+    """ValueError for a name that cannot stand in what is named after an environment."""
+    for name in environments:
+        if not _ENVIRONMENT.fullmatch(name):
+            raise ValueError(
+                f"{name!r} stands in the names of metrics, certificates and pods; give it up to 42 lower-case letters, "
+                "digits and '-', with a letter or digit first and last"
+            )
 
 
 def check_roles(settings: "RunSettings") -> None:

@@ -43,7 +43,7 @@ def check_batches(settings: "RunSettings") -> None:
 
 def check_trajectories(settings: "RunSettings") -> None:
     """ValueError where the longest trajectory exceeds the memory or the row that it needs."""
-    longest = settings.data.max_prompt_tokens + settings.sampling.max_tokens
+    longest = settings.conversation_tokens
     trainers: dict[str, TrainerSection] = {
         "actor": settings.actor,
         **{f"references.{name}": section for name, section in settings.references.items()},
@@ -56,18 +56,19 @@ def check_trajectories(settings: "RunSettings") -> None:
                 "data.max_prompt_tokens + sampling.max_tokens = "
                 f"{longest}; raise it, or lower one of them"
             )
-    if settings.max_row_tokens < longest:
-        raise ValueError(
-            f"environment.max_row_tokens {settings.max_row_tokens} is less than one conversation, "
-            f"data.max_prompt_tokens + sampling.max_tokens = {longest}; raise it"
-        )
-    if settings.max_row_tokens > settings.actor.token_budget and settings.algorithm.sees_trajectories:
-        raise ValueError(
-            f"environment.max_row_tokens {settings.max_row_tokens} exceeds actor.token_budget "
-            f"{settings.actor.token_budget}, and the loss needs a whole trajectory in one microbatch (aggregation "
-            "seq_mean_token_mean, a loss or correction of sequences, or one of your own); lower it, or raise the "
-            "budget"
-        )
+    for name, environment in settings.environments.items():
+        num_tokens, setting = settings.episode_tokens(environment), f"environments.{name}.max_row_tokens"
+        if num_tokens < longest:
+            raise ValueError(
+                f"{setting} {num_tokens} is less than one conversation, data.max_prompt_tokens + sampling.max_tokens = "
+                f"{longest}; raise it"
+            )
+        if num_tokens > settings.actor.token_budget and settings.algorithm.sees_trajectories:
+            raise ValueError(
+                f"{setting} {num_tokens} exceeds actor.token_budget {settings.actor.token_budget}, and the loss needs "
+                "a whole trajectory in one microbatch (aggregation seq_mean_token_mean, a loss or correction of "
+                "sequences, or one of your own); lower it, or raise the budget"
+            )
 
 
 def check_epochs(settings: "RunSettings") -> None:

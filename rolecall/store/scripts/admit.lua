@@ -1,5 +1,6 @@
 #!lua
--- Admits a group. ARGV: ctl, gid, group (PromptGroup), data cursor after it, traceparent, uid of its prompt. gid below the next: DONE, so a lost reply
+-- Admits a group. ARGV: ctl, gid, group (PromptGroup), data cursor after it, traceparent, uid of its prompt, name of its
+-- environment ('': none). gid below the next: DONE, so a lost reply
 -- repeats nothing.
 local refusal = fenced(ARGV[1])
 if refusal then return refusal end
@@ -9,6 +10,7 @@ if tonumber(gid) > next_gid then return {'ORDER', 'group ' .. next_gid .. ' is t
 local entry = redis.call('XADD', prompts, '*', 'gid', gid, 'group', ARGV[3], 'traceparent', ARGV[5])
 redis.call('HSET', group_key(gid), 'state', 'admitted', 'entry', entry, 'admit_step', number(run, 'step', 0),
   'admit_published_step', number(run, 'published_step', -1))
+if ARGV[7] ~= '' then redis.call('HSET', played, entry, ARGV[7]) end
 redis.call('ZADD', live, gid, gid)
 redis.call('HSET', run, 'cursor', ARGV[4])
 redis.call('HINCRBY', run, 'next_gid', 1)

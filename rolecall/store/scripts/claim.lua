@@ -1,10 +1,13 @@
 #!lua flags=allow-oom
--- Claims up to n groups: released entries first, then new ones. ARGV: consumer, n, number of the call. DENIED unless the consumer is attested at the
+-- Claims up to n groups: released entries first, then new ones. ARGV: consumer, n, number of the call, then (environment, number)
+-- pairs: at most so many are of groups that are played in that one. DENIED unless the consumer is attested at the
 -- current policy version and no publish is under way; and on a server that the controller has not confirmed yet, which may lack what is claimed or trained
 -- already. Repeated with the number of the consumer's last claim: the same entries, as far as it still holds
 -- them. With a lower one (it was on its way while the network was away): nothing, for nobody waits for the answer.
 -- An entry whose worker died may be poison: while a worker holds it, it gets no more than `suspects` says in all. (Otherwise one poison prompt takes the
 -- deliveries of every group beside it.) Waiting for a worker that holds so few ends, because admission does.
+-- An entry whose environment has no more places is passed over. One that came from the stream is released for it, excused: whoever has a place takes it, and
+-- it keeps nobody from what was admitted behind it.
 -- OK, last entry id delivered to anyone, then per entry {entry, delivery count, excused, most groups to hold (0: any number), group, traceparent};
 -- the ledger's id.
 local consumer, worker = ARGV[1], worker_key(ARGV[1])
@@ -15,6 +18,16 @@ if version ~= current or redis.call('HGET', run, 'begun_version') ~= current the
 end
 if redis.call('HGET', run, 'server') ~= server() or redis.call('HGET', run, 'set_back') == '1' then
   return {'DENIED', 'the controller has not confirmed the ledger on this server yet'}
+end
+
+local places = {}
+for i = 4, #ARGV, 2 do places[ARGV[i]] = tonumber(ARGV[i + 1]) end
+-- Whether there is a place for an entry, which is taken with that.
+local function takes_place(entry)
+  local name = next(places) and redis.call('HGET', played, entry)
+  if not name or not places[name] then return true end
+  places[name] = places[name] - 1
+  return places[name] >= 0
 end
 
 local entries, latest = {}, number(worker, 'call', -1)
@@ -28,19 +41,32 @@ elseif tonumber(ARGV[3]) > latest then
   local function bound(entry, most) return any and math.min(most, number(suspects, entry, most)) or most end
   local mine, most = redis.call('XPENDING', prompts, 'rollout', '-', '+', 10000, consumer), math.huge
   for _, pending in ipairs(mine) do most = bound(pending[1], most) end
-  for _, pending in ipairs(redis.call('XPENDING', prompts, 'rollout', '-', '+', 1000, FREE)) do
-    if #entries >= limit or #mine + #entries >= most then break end
-    local with_it = bound(pending[1], most)
-    if #mine + #entries < with_it then
-      redis.call('XCLAIM', prompts, 'rollout', consumer, 0, pending[1])
-      entries[#entries + 1] = pending[1]
-      most = with_it
+  local free, from = nil, '-'
+  repeat
+    free = redis.call('XPENDING', prompts, 'rollout', from, '+', 1000, FREE)
+    for _, pending in ipairs(free) do
+      if #entries >= limit or #mine + #entries >= most then break end
+      local with_it = bound(pending[1], most)
+      if #mine + #entries < with_it and takes_place(pending[1]) then
+        redis.call('XCLAIM', prompts, 'rollout', consumer, 0, pending[1])
+        entries[#entries + 1] = pending[1]
+        most = with_it
+      end
+      from = '(' .. pending[1]
     end
-  end
+  until #free < 1000 or #entries >= limit or #mine + #entries >= most
   limit = math.min(limit, most - #mine)
-  if #entries < limit then
+  while #entries < limit do
     local fresh = redis.call('XREADGROUP', 'GROUP', 'rollout', consumer, 'COUNT', limit - #entries, 'STREAMS', prompts, '>')
-    for _, item in ipairs(fresh and fresh[1][2] or {}) do entries[#entries + 1] = item[1] end
+    if not fresh then break end
+    for _, item in ipairs(fresh[1][2]) do
+      if takes_place(item[1]) then
+        entries[#entries + 1] = item[1]
+      else
+        redis.call('HINCRBY', group_key(item[2][2]), 'excused', 1)
+        redis.call('XCLAIM', prompts, 'rollout', FREE, 0, item[1], 'JUSTID')
+      end
+    end
   end
   redis.call('HSET', worker, 'call', ARGV[3], 'ids', table.concat(entries, ' '))
 end

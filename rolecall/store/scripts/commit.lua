@@ -19,6 +19,7 @@ redis.call('HSET', key, 'state', 'committed', 'token', token, 'trajectory', traj
 redis.call('XACK', prompts, 'rollout', entry)
 redis.call('XDEL', prompts, entry)
 redis.call('HDEL', suspects, entry)
+redis.call('HDEL', played, entry)
 local spans = {}
 for i = 7, #ARGV, 2 do spans[#spans + 1] = ARGV[i] end
 note(gid, 'committed', 'token', token, 'versions', table.concat(spans, ' '), 'tokens', ARGV[6])

@@ -14,6 +14,7 @@
 --   g:<gid>        hash    state (admitted, committed, sealed, trained), entry, trajectory, token, excused, deaths, error, admit_step,
 --                          admit_published_step, batch; deleted when the group is dropped, or its batch freed
 --   suspects       hash    entry of prompts -> most groups a worker may hold while it holds this one: of groups whose worker died; until they end
+--   played         hash    entry of prompts -> name of the environment that its group is played in; until they end
 --   batch:<step>   hash    sealed batch: group (TrainBatch), digest, gids, trained, result:<i>; before that, begun: gids trainers were asked about
 --   w:<consumer>   hash    version, digest, epoch of the attested weights; call and ids of the last claim
 --   versions       hash    policy version -> '<step> <digest> <ctl>', attested ones only
@@ -24,11 +25,12 @@
 --
 -- Delivery: at least once, committed once. A claim is a pending entry of the consumer group; its token, the fence, is (consumer, delivery
 -- count). The count grows at each claim and never falls, so no two claims share a token; what a drain or a release took back is counted in
--- `excused`, what ended with its worker in `deaths`, and the rest are failures of the group itself. Released entries are pending under '~free'; entries
+-- `excused`, what ended with its worker in `deaths`, and the rest are failures of the group itself. Released entries are pending under '~free', and so are
+-- those whose environment had no place when they were read from the stream, which is excused; entries
 -- delivered too often wait under '~over' to be dropped. A group becomes terminal once: admitted = trained + dropped + live, XLEN(prompts) = groups in
 -- state admitted, XLEN(trajectories) = committed + sealed.
 --
--- Bounds: prompts, trajectories, live, suspects and g:* by the controller's admission; batch:* and garbage by its checkpoints (garbage of filtered groups as their rows are deleted); history and dead by how
+-- Bounds: prompts, trajectories, live, suspects, played and g:* by the controller's admission; batch:* and garbage by its checkpoints (garbage of filtered groups as their rows are deleted); history and dead by how
 -- often they are drained; w:* by the fleet; versions by the number of publishes; rates by the prompts of the data. Nothing is ever trimmed. When the server is full, what brings new
 -- work in is refused (admit, and the staging of rows) and all else still runs (allow-oom), because only that frees memory again.
 --
@@ -38,7 +40,7 @@
 local prefix = KEYS[1]
 local run, prompts, trajectories, live = prefix .. 'run', prefix .. 'prompts', prefix .. 'trajectories', prefix .. 'live'
 local versions, garbage, dead, history = prefix .. 'versions', prefix .. 'garbage', prefix .. 'dead', prefix .. 'history'
-local rates, suspects = prefix .. 'rates', prefix .. 'suspects'
+local rates, suspects, played = prefix .. 'rates', prefix .. 'suspects', prefix .. 'played'
 local FREE, OVER = '~free', '~over'
 
 local function group_key(gid) return prefix .. 'g:' .. gid end

@@ -17,6 +17,7 @@ if state == 'admitted' then
   redis.call('XACK', prompts, 'rollout', entry)
   redis.call('XDEL', prompts, entry)
   redis.call('HDEL', suspects, entry)
+  redis.call('HDEL', played, entry)
 else
   local trajectory = redis.call('HGET', key, 'trajectory')
   redis.call('HSET', garbage, 'group:' .. gid, entry_fields(trajectories, trajectory).group)

@@ -15,7 +15,7 @@ for _, gid in ipairs(redis.call('ZRANGE', live, 0, -1)) do
   redis.call('DEL', group_key(gid))
 end
 for step = number(run, 'freed_step', 0), number(run, 'step', 0) do free_batch(step) end
-redis.call('DEL', prompts, trajectories, live, suspects)
+redis.call('DEL', prompts, trajectories, live, suspects, played)
 redis.call('XGROUP', 'CREATE', prompts, 'rollout', '0', 'MKSTREAM')
 
 local admitted = tonumber(ARGV[8])

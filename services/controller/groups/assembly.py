@@ -77,6 +77,8 @@ class ScoredGroup:
     """The uid of its prompt."""
     episodes: tuple[EpisodeEnd, ...] = ()
     """The ends of its episodes; empty where its rows are single responses."""
+    environment: str = ""
+    """Name of the environment that it was played in; empty where its rows are single responses."""
     references: tuple[tuple[str, str], ...] = ()
     """References that are asked once it is in a batch, with the prefix of their columns each."""
 

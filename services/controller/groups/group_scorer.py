@@ -339,6 +339,7 @@ def _scored_group(
         if group.HasField("greedy_row")
         else None,
         prompt_uid=metas[0].prompt.uid,
+        environment=metas[0].prompt.environment,
         episodes=tuple(
             EpisodeEnd(
                 len(meta.episode.turns),

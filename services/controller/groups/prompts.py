@@ -55,6 +55,7 @@ class PromptRenderer:
             other_ground_truths=raw.other_ground_truths,
             metadata=metadata,
             images=images,
+            environment=raw.environment,
         )
 
 

@@ -126,6 +126,11 @@ def of_batch(
         metrics.mean("response/tokens", float(group.num_response_tokens_G.mean()), size)
         metrics.max("response/tokens_max", float(group.num_response_tokens_G.max()))
         metrics.mean("response/truncated", float(group.truncated_G.mean()), size)
+        if group.environment:
+            played = f"episode/{group.environment}"
+            metrics.mean(f"{played}/reward", float(group.totals_G.mean()), size)
+            metrics.mean(f"{played}/turns", float(np.mean([episode.num_turns for episode in group.episodes])), size)
+            metrics.sum(f"{played}/groups", 1)
         for ref, episode in zip(group.rows, group.episodes, strict=False):
             metrics.mean("episode/segments", 1 + len(ref.segment_starts))
             metrics.mean("episode/turns", episode.num_turns)

@@ -120,7 +120,7 @@ class Attempt:
                 if self._num_bytes(new) > self._limits.max_image_bytes:  # no call, so that no budget is spent
                     raise bad(
                         "the episode would show more than the "
-                        f"{self._limits.max_image_bytes} bytes of images that it may (environment.max_image_bytes)"
+                        f"{self._limits.max_image_bytes} bytes of images that it may (environments.*.max_image_bytes)"
                     )
                 images = await self._measured(new)
                 prompt = await self._prompts.run(lambda: self._prompt(call, images))
@@ -154,7 +154,7 @@ class Attempt:
         if not self._limits.max_image_bytes and new.keys() - self._own_images:
             raise bad(
                 "the run shows its policy no images of an agent, but those of the row where it has some: set "
-                "environment.max_image_bytes, for a model that sees images"
+                "environments.*.max_image_bytes, for a model that sees images"
             )
         return new
 
@@ -176,7 +176,7 @@ class Attempt:
         what = {
             "time": "time is",
             "turns": f"{self._limits.max_calls} calls are",
-            "images": f"{self._limits.max_image_bytes} bytes of images (environment.max_image_bytes) are",
+            "images": f"{self._limits.max_image_bytes} bytes of images (environments.*.max_image_bytes) are",
         }[budget]
         return RefusedError(403, "episode_over", f"the episode's {what} spent; end it as it stands")
 

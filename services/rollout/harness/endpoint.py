@@ -88,25 +88,25 @@ class _Open:
 class Endpoint:
     """An endpoint, which listens from the first `start` to `close`. Used from one event loop."""
 
-    def __init__(self, bind: str, rpc: RpcSection, *, host: str | None, peer: str) -> None:
-        """`host`: what others reach it by; None: found out from the way to `peer`. ConfigError for a `bind` that others
+    def __init__(self, bind: str, rpc: RpcSection, *, host: str | None) -> None:
+        """`host`: what others reach it by; None: found out from the way to each. ConfigError for a `bind` that others
         could listen in on, or a certificate that cannot be used.
         """
-        require_tls(bind, rpc, "environment.endpoint_bind")
-        self._bind, self._host, self._peer = bind, host, peer
+        require_tls(bind, rpc, "rollout.endpoint_bind")
+        self._bind, self._host = bind, host
         self._certificate = None if rpc.tls is None else HttpsCertificate(rpc.tls)
         self._open: dict[str, _Open] = {}
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         self._starting = asyncio.Lock()
         self._told: set[str] = set()
-        self.base_url = ""
-        """URL for clients, once it listens."""
+        self._bound = ""
+        """Host and port on which it listens, once it does."""
 
     async def start(self) -> None:
         """Listens, unless it does already. ConfigError when it cannot."""
         async with self._starting:  # bounded: binding a socket waits for nobody
-            if self.base_url:
+            if self._bound:
                 return
             app = web.Application()
             for prefix in ("", KEYED):
@@ -130,11 +130,13 @@ class Endpoint:
                     _bounded(runner), host.strip("[]"), int(port), ssl=context
                 )
             except OSError as error:
-                raise ConfigError(f"environment.endpoint_bind {self._bind} {why_not(self._bind) or error}") from error
-            bound = f"{host}:{self._listener.sockets[0].getsockname()[1]}"
-            reached = advertised(bound, self._host, self._peer)
-            self.base_url = f"{'http' if context is None else 'https'}://{reached}/v1"
-            logger.info("agents of the environment call the policy at %s", self.base_url)
+                raise ConfigError(f"rollout.endpoint_bind {self._bind} {why_not(self._bind) or error}") from error
+            self._bound = f"{host}:{self._listener.sockets[0].getsockname()[1]}"
+
+    def base_url(self, peer: str) -> str:
+        """Returns the URL for clients on the machine of the address `peer`; `start` first."""
+        reached = advertised(self._bound, self._host, peer)
+        return f"{'http' if self._certificate is None else 'https'}://{reached}/v1"
 
     async def close(self) -> None:
         """Ends every episode's calls, and listens no more."""

@@ -6,6 +6,7 @@ environment's.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from services.rollout.sampling import SampleRequest
 from services.rollout.turns.prompts import PromptThread
 from services.rollout.turns.tool_calls import ToolCalls
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class RunLimits:
@@ -34,7 +37,7 @@ class RunLimits:
 
 
 class AgentRuns:
-    """The runs of one rollout. Used from one event loop."""
+    """The runs of one rollout in one environment. Used from one event loop."""
 
     def __init__(
         self,
@@ -43,17 +46,33 @@ class AgentRuns:
         tokenizer: ChatTokenizer,
         tool_calls: ToolCalls | None,
         endpoint: Endpoint,
+        peer: str,
         prompts: PromptThread,
         open_images: asyncio.Semaphore,
     ) -> None:
-        """`open_images`: held while images are open."""
+        """`peer`: address of the environment, whose agents call the endpoint. `open_images`: held while images are
+        open.
+        """
         self._limits = limits
         self._replica = replica
         self._tokenizer = tokenizer
         self._tool_calls = tool_calls
         self._prompts = prompts
         self._open_images = open_images
-        self.endpoint = endpoint
+        self._endpoint = endpoint
+        self._peer = peer
+        self._base_url = ""
+
+    async def start(self) -> None:
+        """Listens for the agents' calls, unless it does already. ConfigError when it cannot."""
+        await self._endpoint.start()
+        if not self._base_url:
+            self._base_url = self._endpoint.base_url(self._peer)
+            logger.info("agents of the environment at %s call the policy at %s", self._peer, self._base_url)
+
+    async def close(self) -> None:
+        """Ends every call, also of others that share the endpoint, and listens no more."""
+        await self._endpoint.close()
 
     async def play(
         self,
@@ -67,7 +86,7 @@ class AgentRuns:
         """The episode of a session that is open; from `ends_at` on, a monotonic time, no call is taken. Errors as
         EpisodeSession.run and Replica.sample.
         """
-        await self.endpoint.start()
+        await self.start()
         own = self._limits
         limits = Limits(
             max_prompt_tokens=own.max_prompt_tokens,
@@ -79,9 +98,9 @@ class AgentRuns:
         attempt = Attempt(
             first, limits, self._replica, self._tokenizer, self._prompts, self._tool_calls, self._open_images
         )
-        key, failed = self.endpoint.open(attempt)
+        key, failed = self._endpoint.open(attempt)
         asked = environment_pb2.RunEpisodeRequest(
-            base_url=self.endpoint.base_url,
+            base_url=self._base_url,
             api_key=key,
             model=MODEL,
             max_calls=limits.max_calls,
@@ -96,7 +115,7 @@ class AgentRuns:
                 raise failed.result()
             answer = running.result()
         finally:
-            self.endpoint.seal(key)
+            self._endpoint.seal(key)
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)  # bounded: it is cancelled, and its waits end so
         over = "terminated" if answer.state == environment_pb2.EPISODE_STATE_TERMINATED else "truncated"

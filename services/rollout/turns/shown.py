@@ -40,7 +40,7 @@ def files_of(messages: Iterable[environment_pb2.Observation], tokens: VisualToke
     files = [part.image.data for message in messages for part in message.parts if part.HasField("image")]
     if files and tokens is None:
         raise EpisodeLostError(
-            "the environment answered an image, and this run shows none of it: set environment.max_image_bytes, "
+            "the environment answered an image, and this run shows none of it: set environments.*.max_image_bytes, "
             "for a model that sees images, or have it answer text"
         )
     return files
@@ -85,7 +85,7 @@ def showing(messages: Iterable[ChatMessage]) -> Iterator[None]:
         raise EpisodeLostError(
             f"the chat template does not show the images of the environment's messages of the role "
             f"{' or '.join(roles)}: {error.message}; have it show them in another (rolecall check says which), or "
-            "leave out environment.max_image_bytes"
+            "leave out environments.*.max_image_bytes"
         ) from error
 
 

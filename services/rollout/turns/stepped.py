@@ -99,7 +99,7 @@ class SteppedEpisodes:
             own = tuple({**message, "content": parts(message["content"])} for message in own)
         if sum(map(len, files)) > self._limits.max_image_bytes:
             raise InvalidInputError(
-                f"the first messages of episode {name} show images of more than environment.max_image_bytes "
+                f"the first messages of episode {name} show images of more than environments.*.max_image_bytes "
                 f"{self._limits.max_image_bytes}; raise it, or have the environment show less"
             )
         images = (*self._own_images(prompt, request), *await self._opened(files))

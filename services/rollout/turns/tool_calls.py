@@ -1,7 +1,7 @@
 """Calls of tools in what a policy said: read by a parser, held to the session's tools.
 
 Owns what of a turn is a call, and what makes one malformed: that is the policy's fault, is answered in words and never
-reaches the environment. Which parser reads a model's calls, `environment.tool_parser` names; that it reads what the
+reaches the environment. Which parser reads a model's calls, `environments.*.tool_parser` names; that it reads what the
 run's chat template shows is tried once, at the start. Bound: a call is held to its tool's schema by MAX_CHECKS quick
 checks, for the rollout's loop waits meanwhile; what they do not see, the tool answers.
 """
@@ -71,8 +71,8 @@ class ToolCalls:
         """How the template begins a call; None: it shows none, and text that is no call is text."""
         if shown and _plain(read(shown, [PROBE_TOOL])) != [PROBE_CALL]:
             raise ConfigError(
-                f"environment.tool_parser: {parser} does not read what the chat template shows as a call, {shown!r}; "
-                "name the parser of the model's family"
+                f"environments.*.tool_parser: {parser} does not read what the chat template shows as a call, "
+                f"{shown!r}; name the parser of the model's family"
             )
 
     def of_session(self, tools: Sequence[ToolSchema]) -> "SessionCalls":

@@ -30,5 +30,5 @@ def reader_of(parser: str, tokenizer: ChatTokenizer) -> ReadCalls:
         made = ToolParserManager.get_tool_parser(parser)
         read("", [PROBE_TOOL])
     except (KeyError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"environment.tool_parser: {parser} cannot be used: {error}; name another") from error
+        raise ConfigError(f"environments.*.tool_parser: {parser} cannot be used: {error}; name another") from error
     return read

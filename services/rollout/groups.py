@@ -1,0 +1,129 @@
+"""The samplers of groups: the seam between those of single responses and of episodes, and the one of a run, in which
+each group goes where its prompt says.
+
+Who plays a prompt was decided when its data was read (rolecall/data/dataset.py): it names its environment, or none.
+Bounds: one look at a time for the places of each environment.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from rolecall.errors import InvalidInputError
+from rolecall.store.prompts import Claim
+from rolecall.v1 import trajectory_pb2
+from services.rollout.replica import Replica, Response
+from services.rollout.sampling import SampleRequest
+from services.rollout.trajectories import group_requests
+
+LOOK_S = 0.1
+"""Longest wait of a turn of the pull loop for an environment to say what it is: others are claimed for meanwhile."""
+
+
+class GroupSampler(Protocol):
+    """Plays claimed groups in one environment."""
+
+    async def room(self, num_in_hand: int, max_groups: int) -> int:
+        """Groups of the environment that may be claimed beside `num_in_hand`, at most `max_groups` more."""
+
+    async def sample(self, claim: Claim) -> tuple[list[SampleRequest], list[Response]]:
+        """Returns what each trajectory of the group began with, and the whole of it, the greedy one last. Cancelling it
+        leaves nothing open. Errors as Replica.sample; UnavailableError where nobody is to blame.
+        """
+
+    async def respond(
+        self, name: str, prompt: trajectory_pb2.Prompt, requests: Sequence[SampleRequest]
+    ) -> tuple[list[SampleRequest], list[Response]]:
+        """The same for requests outside the ledger, which `name` tells from others."""
+
+    async def close(self) -> None:
+        """Ends what is open, in seconds."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """The groups that may be claimed."""
+
+    num_groups: int
+    places: Mapping[str, int]
+    """Most of them that are played in an environment, by its name."""
+
+    @property
+    def lacks_places(self) -> bool:
+        """Whether groups are left unclaimed although the engine could sample them."""
+        return self.num_groups > 0 and 0 in self.places.values()
+
+
+class MixedGroups:
+    """The sampler of a run's groups: those whose prompt names an environment are played in it, the others are answered
+    once. Used from one event loop.
+    """
+
+    def __init__(self, replica: Replica, played: Mapping[str, GroupSampler] = {}) -> None:
+        """`played`: who plays in each environment, by its name."""
+        self._replica = replica
+        self._played = played
+        self._looking: dict[str, asyncio.Task[int]] = {}
+
+    async def room(self, in_hand: Iterable[Claim], max_groups: int) -> Room:
+        """The groups that may be claimed beside those `in_hand`, at most `max_groups`. One environment that does not
+        answer has no places, and keeps no other waiting. ConfigError as of the environments' samplers.
+        """
+        names = [claim.group.prompt.environment for claim in in_hand]
+        rooms = await asyncio.gather(*(self._places(name, names.count(name), max_groups) for name in self._played))
+        return Room(max_groups, dict(zip(self._played, rooms, strict=True)))
+
+    async def _places(self, name: str, num_in_hand: int, max_groups: int) -> int:
+        if name not in self._looking:
+            self._looking[name] = asyncio.create_task(self._played[name].room(num_in_hand, max_groups))
+        done, _ = await asyncio.wait({self._looking[name]}, timeout=LOOK_S)
+        return self._looking.pop(name).result() if done else 0
+
+    async def sample(self, claim: Claim) -> tuple[list[SampleRequest], list[Response]]:
+        """Returns what each trajectory of the group began with, and the whole of it, the greedy one last. Cancelling it
+        leaves nothing open. Errors as GroupSampler.sample; InvalidInputError for an environment that there is not.
+        """
+        group = claim.group
+        if (player := self._player(group.prompt)) is not None:
+            return await player.sample(claim)
+        requests = group_requests(group, claim.token)
+        self._replica.require_room(requests[0].prompt_token_ids, f"group {group.gid}")
+        responses: list[Response | None] = [None] * len(requests)
+        async with aclosing(self._replica.sample_all(requests)) as sampled:
+            async for index, response in sampled:  # bounded: by generation_timeout_s of whoever asks
+                responses[index] = response
+        return requests, [response for response in responses if response is not None]
+
+    async def respond(
+        self, name: str, prompt: trajectory_pb2.Prompt, requests: Sequence[SampleRequest]
+    ) -> AsyncGenerator[tuple[int, SampleRequest, Response], None]:
+        """(index, what it began with, response) of each request outside the ledger as it ends; episodes end together.
+        `name` tells them from others. Errors as `sample`.
+        """
+        if (player := self._player(prompt)) is not None:
+            played = await player.respond(name, prompt, requests)
+            for index, (began, response) in enumerate(zip(*played, strict=True)):
+                yield index, began, response
+            return
+        async with aclosing(self._replica.sample_all(requests)) as sampled:
+            async for index, response in sampled:  # bounded: by generation_timeout_s of Generate
+                yield index, requests[index], response
+
+    def _player(self, prompt: trajectory_pb2.Prompt) -> GroupSampler | None:
+        """The sampler of the environment that the prompt names; None: it names none."""
+        if not prompt.environment:
+            return None
+        if prompt.environment not in self._played:
+            raise InvalidInputError(
+                f"prompt {prompt.uid!r} is played in environments.{prompt.environment}, and this rollout's file has "
+                f"{sorted(self._played) or 'none'}; give it the environments of the run"
+            )
+        return self._played[prompt.environment]
+
+    async def close(self) -> None:
+        """Ends what is open, in seconds."""
+        for looking in self._looking.values():
+            looking.cancel()
+        await asyncio.gather(*(player.close() for player in self._played.values()))
