@@ -34,9 +34,12 @@ DIGEST = "d1"
 """What every version of these tests' weights digests to."""
 
 
-def sample_group(gid: int, num_responses: int = 2, *, greedy_response: bool = False) -> PromptGroup:
+def sample_group(
+    gid: int, num_responses: int = 2, *, greedy_response: bool = False, environment: str = ""
+) -> PromptGroup:
     """The smallest group to admit."""
-    prompt = Prompt(uid=f"prompt-{gid}", token_ids=np.arange(3, dtype="<i4").tobytes())
+    ids = np.arange(3, dtype="<i4").tobytes()
+    prompt = Prompt(uid=f"prompt-{gid}", token_ids=ids, environment=environment)
     return PromptGroup(gid=gid, prompt=prompt, num_responses=num_responses, greedy_response=greedy_response)
 
 
@@ -80,11 +83,12 @@ class StoreUnderTest:
         self.ledger.unlock()
         return Ledger(self.connection, self.run).lock(0.0)
 
-    def admit(self, count: int, *, greedy_response: bool = False) -> None:
+    def admit(self, count: int, *, greedy_response: bool = False, environment: str = "") -> None:
         """Admits the next `count` groups; the cursor after group g is b"after g"."""
         first = self.ledger.position().next_gid
         for gid in range(first, first + count):
-            self.ledger.admit(sample_group(gid, greedy_response=greedy_response), f"after {gid}".encode())
+            group = sample_group(gid, greedy_response=greedy_response, environment=environment)
+            self.ledger.admit(group, f"after {gid}".encode())
 
     def publish(self, version: int, step: int, *consumers: str) -> None:
         """Begins a publish and attests it to `consumers`."""

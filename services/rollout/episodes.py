@@ -133,8 +133,8 @@ class Episodes:
         problem: Callable[[environment_pb2.DescribeEnvironmentResponse, Continuation], str | None],
     ) -> None:
         """`tool_calls`: None where the run names no parser of them. `endpoint`: where the environment's own agents call
-        the policy, if it has some; it and `prompts` may be shared with other environments, and are closed with the
-        first. `observations`: shortens what the environment answers, by the tokenizer of `prompts`. `problem`: what
+        the policy, if it has some. Whoever made it and `prompts`, which environments share, closes them.
+        `observations`: shortens what the environment answers, by the tokenizer of `prompts`. `problem`: what
         keeps the run from an environment that says this of itself, by the run's template.
         """
         self._settings = settings
@@ -253,9 +253,7 @@ class Episodes:
 
     async def close(self) -> None:
         """Implements GroupSampler.close."""
-        await self._runs.close()
         await self._environment.close()
-        self._prompts.close()
 
     # --- one trajectory -----------------------------------------------------------------------------
 
@@ -353,7 +351,12 @@ def sampler_of(
         )
         for name, section in settings.environments.items()
     }
-    return MixedGroups(replica, played)
+
+    async def close_shared() -> None:
+        await endpoint.close()
+        prompts.close()
+
+    return MixedGroups(replica, played, close_shared)
 
 
 def _task(prompt: trajectory_pb2.Prompt, *, shows_images: bool) -> environment_pb2.Task:

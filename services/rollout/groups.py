@@ -6,7 +6,7 @@ Bounds: one look at a time for the places of each environment.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -61,10 +61,16 @@ class MixedGroups:
     once. Used from one event loop.
     """
 
-    def __init__(self, replica: Replica, played: Mapping[str, GroupSampler] = {}) -> None:
-        """`played`: who plays in each environment, by its name."""
+    def __init__(
+        self,
+        replica: Replica,
+        played: Mapping[str, GroupSampler] = {},
+        close_shared: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`played`: who plays in each environment, by its name. `close_shared`: closes what they share, before them."""
         self._replica = replica
         self._played = played
+        self._close_shared = close_shared
         self._looking: dict[str, asyncio.Task[int]] = {}
 
     async def room(self, in_hand: Iterable[Claim], max_groups: int) -> Room:
@@ -126,4 +132,6 @@ class MixedGroups:
         """Ends what is open, in seconds."""
         for looking in self._looking.values():
             looking.cancel()
+        if self._close_shared is not None:
+            await self._close_shared()
         await asyncio.gather(*(player.close() for player in self._played.values()))

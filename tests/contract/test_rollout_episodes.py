@@ -120,7 +120,7 @@ def sampler(
         episodes = Episodes(
             chosen, replica, client, tokenizer, None, endpoint, prompts, observations, lambda *_: problem
         )
-        return MixedGroups(replica, {"game": episodes})
+        return MixedGroups(replica, {"game": episodes}, endpoint.close)
 
     return of
 

@@ -136,7 +136,7 @@ async def rollout(
                 uncut,
                 lambda *_: None,
             )
-            return MixedGroups(replica, {"game": episodes})
+            return MixedGroups(replica, {"game": episodes}, endpoint.close)
 
         engine = Saying(tokenizer, texts)
         async with replica_under_test(

@@ -3,7 +3,8 @@
     python -m tests.integration.episode_roles rollout CONFIG --name rollout-0
     python -m tests.integration.episode_roles environment ADDRESS KIND LOG CERTIFICATES
 
-The environment writes a line to LOG for each episode that it begins and closes. KIND is "steps" or "agent". What the
+The environment writes a line to LOG for each episode that it begins and closes, and the field `task` of its row where
+it has one. Its certificate is in the folder CERTIFICATES. KIND is "steps" or "agent". What the
 policy reads after each of its turns says which turn that was and a digest of it, and so does the reward of the last:
 an answer that came to the wrong turn, or twice, shows.
 """
@@ -52,12 +53,17 @@ class Noting:
         with self.log.open("a") as log:
             log.write(f"{line}\n")
 
+    def note_begun(self, task: Task) -> None:
+        self.note("begun")
+        if "task" in task.metadata:
+            self.note(f"task {task.metadata['task']}")
+
 
 class Stepped(Noting, Env):
     """An environment that takes turns."""
 
     def reset(self, task: Task, seed: int) -> str:
-        self.note("begun")
+        self.note_begun(task)
         self.turn = 0
         return "talk"
 
@@ -77,7 +83,7 @@ class Calling(Noting, Agent):
     ca_file: str
 
     def reset(self, task: Task, seed: int) -> Any:
-        self.note("begun")
+        self.note_begun(task)
         return super().reset(task, seed)
 
     def run(self, policy: Policy) -> float:
@@ -101,7 +107,7 @@ def environment(address: str, kind: str, log: str, certificates: str) -> int:
     """Serves one of the two until it is ended."""
     folder = Path(certificates)
     Noting.log = Path(log)
-    Calling.ca_file = str(folder / "environment-game" / "ca.crt")
+    Calling.ca_file = str(folder / "ca.crt")
     return serve(
         Stepped if kind == "steps" else Calling,
         address,
@@ -113,8 +119,8 @@ def environment(address: str, kind: str, log: str, certificates: str) -> int:
         reset_timeout_s=5.0,
         step_timeout_s=5.0,
         close_timeout_s=5.0,
-        certificate_file=folder / "environment-game" / "tls.crt",
-        key_file=folder / "environment-game" / "tls.key",
+        certificate_file=folder / "tls.crt",
+        key_file=folder / "tls.key",
     )
 
 

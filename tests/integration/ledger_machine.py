@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -29,12 +29,13 @@ from rolecall.store.prompts import Claim, PromptQueue
 from rolecall.v1.training_pb2 import TrainResult
 from rolecall.v1.trajectory_pb2 import CommittedGroup, TrainBatch, TrajectoryMeta
 from tests.fixtures_store import DIGEST, sample_group
-from tests.integration.ledger_model import Checkpoint, LedgerModel
+from tests.integration.ledger_model import Checkpoint, LedgerModel, environment_of
 
 WORKERS = ("r.0", "r.1", "r.2")
 MAX_DELIVERIES = 3
 EXPIRY_S = 60
 workers = st.sampled_from(WORKERS)
+rooms = st.dictionaries(st.sampled_from(["game", "tools"]), st.integers(0, 2))
 
 
 class LedgerMachine(LedgerModel):
@@ -53,7 +54,7 @@ class LedgerMachine(LedgerModel):
     def admit(self, count: int) -> None:
         for _ in range(count):
             gid = len(self.state)
-            self.ledger.admit(sample_group(gid, 1), str(gid).encode())
+            self.ledger.admit(sample_group(gid, 1, environment=environment_of(gid)), str(gid).encode())
             self.state[gid] = "admitted"
 
     @precondition(lambda self: self.state)
@@ -210,16 +211,16 @@ class LedgerMachine(LedgerModel):
 
     # --- the workers ------------------------------------------------------------------------------
 
-    @rule(worker=workers, count=st.integers(1, 4))
-    def claim(self, worker: str, count: int) -> None:
+    @rule(worker=workers, count=st.integers(1, 4), places=rooms)
+    def claim(self, worker: str, count: int, places: Mapping[str, int] = {}) -> None:
         queue = PromptQueue(self.connection, self.run, worker)
         if worker not in self.attested:
             with pytest.raises(NotAttestedError):
-                queue.claim(count)
+                queue.claim(count, places)
             del self.connection.calls[-1]  # a refusal leaves no trace: if it came again, its groups would be reaped
             return
-        expected = self.handed_out(worker, count)
-        claims = queue.claim(count)
+        expected = self.handed_out(worker, count, places)
+        claims = queue.claim(count, places)
         assert [claim.group.gid for claim in claims] == expected
         for claim in claims:
             gid = claim.group.gid

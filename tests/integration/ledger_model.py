@@ -36,6 +36,11 @@ class Checkpoint:
     terminal: Mapping[int, str]
 
 
+def environment_of(gid: int) -> str:
+    """The environment that a group is played in; a third of them in none."""
+    return ("", "game", "tools")[gid % 3]
+
+
 class LedgerModel(RuleBasedStateMachine):
     """One run on `server`, and what it should hold."""
 
@@ -86,17 +91,22 @@ class LedgerModel(RuleBasedStateMachine):
     def held_by(self, worker: str) -> list[int]:
         return [gid for gid, token in self.owner.items() if token.startswith(f"{worker}-")]
 
-    def handed_out(self, worker: str, count: int) -> list[int]:
+    def handed_out(self, worker: str, count: int, places: Mapping[str, int]) -> list[int]:
         """Released groups first, then new ones, in order; one whose worker died only beside as many as its company may
-        be.
+        be, and one that is played only while its environment has places: a new one is passed over as if released.
         """
         free = [gid for gid in self.in_state("admitted") if gid not in self.owner]
         in_hand, found = self.held_by(worker), list[int]()
         for gid in sorted(free, key=lambda gid: (gid not in self.delivered, gid)):
             bounds = [self.company[each] for each in (*in_hand, gid) if each in self.company]
-            if len(found) < count and len(in_hand) < min(bounds, default=math.inf):
+            if len(found) == count or len(in_hand) >= min(bounds, default=math.inf):
+                continue
+            played_in = environment_of(gid)
+            if sum(environment_of(each) == played_in for each in found) < places.get(played_in, math.inf):
                 found.append(gid)
                 in_hand.append(gid)
+            else:
+                self.delivered.add(gid)
         return found
 
     def owns(self, claim: Claim) -> bool:

@@ -68,7 +68,7 @@ class Processes:
         words = ["rollout", str(self.folder / "run.yaml"), "--name", name]
         if name == "environment":
             self.log.write_text("")
-            words = [name, self.address, self.kind, str(self.log), str(self.tls)]
+            words = [name, self.address, self.kind, str(self.log), str(self.tls / "environment-game")]
         with (self.folder / f"{name}.out").open("ab") as out:
             self.living[name] = subprocess.Popen(
                 [sys.executable, "-m", "tests.integration.episode_roles", *words],

@@ -96,6 +96,12 @@ VARIANTS = {
     "a renewal without a fence": ("renew", "if held(ARGV[i], ARGV[1], ARGV[i + 1]) then", "if owner(ARGV[i]) then"),
     "a release without a fence": ("release", "if held(ARGV[i], ARGV[1], ARGV[i + 1]) then", "if owner(ARGV[i]) then"),
     "a commit without a fence": ("commit", "if not held(entry, consumer, count) or", "if"),
+    "a claim that takes more than there are places": ("claim", "return places[name] >= 0", "return places[name] >= -1"),
+    "a claim that loses what it passes over": (
+        "claim",
+        "redis.call('XCLAIM', prompts, 'rollout', FREE, 0, item[1], 'JUSTID')",
+        "",
+    ),
     "a claim that counts anew": ("claim", "consumer, 0, pending[1])", "consumer, 0, pending[1], 'RETRYCOUNT', 1)"),
     "a drop that counts twice": (
         "drop",

@@ -70,10 +70,6 @@ class AgentRuns:
             self._base_url = self._endpoint.base_url(self._peer)
             logger.info("agents of the environment at %s call the policy at %s", self._peer, self._base_url)
 
-    async def close(self) -> None:
-        """Ends every call, also of others that share the endpoint, and listens no more."""
-        await self._endpoint.close()
-
     async def play(
         self,
         first: SampleRequest,

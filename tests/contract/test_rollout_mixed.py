@@ -1,0 +1,175 @@
+"""A rollout of a run with several environments and prompts that are answered once: each group goes where its prompt
+says, and one environment that is away, hangs or is full keeps no other group waiting.
+"""
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.environment import Action, Agent, Answer, Env, Policy, Task
+from rolecall.errors import InvalidInputError
+from rolecall.settings import RunSettings
+from rolecall.v1 import trajectory_pb2
+from services.rollout.episodes import sampler_of
+from tests.contract.environment_peers import environment
+from tests.contract.rollout_replica import MAX_GROUPS, ReplicaUnderTest, replica_under_test
+from tests.contract.test_rollout_episodes import LetterEngine
+from tests.contract.test_rollout_harness import asked
+from tests.fixtures_store import StoreUnderTest
+from tests.ports import free_port
+from tests.smallest import smallest_tree
+from tests.tiny_tokenizer import write_tokenizer
+from tests.waiting import until
+
+NUM_TURNS = 2
+
+
+class Game(Env):
+    """Two turns, of which it says so."""
+
+    def reset(self, task: Task, seed: int) -> str:
+        self.turns = 0
+        return "play"
+
+    def step(self, action: Action) -> Answer:
+        self.turns += 1
+        return Answer(reward=0.5, is_over=True) if self.turns == NUM_TURNS else Answer("go on")
+
+    def grade(self) -> float:
+        return 0.25
+
+
+class Caller(Agent):
+    """An agent that asks once."""
+
+    def run(self, policy: Policy) -> float:
+        with OpenAI(base_url=policy.base_url, api_key=policy.api_key, max_retries=0, timeout=60) as client:
+            asked(client, [{"role": "user", "content": "hello"}])
+        return 1.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path / "model")
+    return tmp_path
+
+
+@asynccontextmanager
+async def rollout_of(
+    store: StoreUnderTest, folder: Path, **environments: dict[str, Any]
+) -> AsyncIterator[ReplicaUnderTest]:
+    """A rollout that plays in `environments`, whose sections they are."""
+    tree = smallest_tree(
+        folder,
+        environments={name: {**section, "when": {"task": name}} for name, section in environments.items()},
+        sampling={"num_responses": 4, "max_tokens": 300},
+        data={"train": str(folder / "train.jsonl"), "max_prompt_tokens": 64},
+    )
+    settings, tokenizer = RunSettings.model_validate(tree), ChatTokenizer(folder / "model")
+    engine = LetterEngine(tokenizer)
+    under_test = replica_under_test(
+        store, folder / "model", engine, sampler=lambda replica: sampler_of(settings, replica, tokenizer)
+    )
+    async with under_test as rollout:
+        yield rollout
+
+
+def admit(rollout: ReplicaUnderTest, count: int, environment: str) -> None:
+    """The next groups, all of one kind."""
+    rollout.environment = environment
+    rollout.admit(count, max_tokens=300)
+
+
+async def played(rollout: ReplicaUnderTest, count: int) -> Counter[tuple[str, int, float | None]]:
+    """(environment, turns, reward) of the first trajectory of each committed group, counted."""
+    found: Counter[tuple[str, int, float | None]] = Counter()
+    for group in await rollout.committed(count):
+        metas = rollout.store.rows.read_meta(group.rows)
+        assert len(metas) == 4
+        for meta in metas[:1]:
+            reward = meta.episode.reward.value if meta.HasField("episode") else None
+            found[meta.prompt.environment, len(meta.episode.turns), reward] += 1
+    return found
+
+
+async def test_each_group_is_played_where_its_prompt_says_and_so_is_what_is_evaluated(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    async with environment(Game) as (game, _), environment(Caller, runs_episodes=True) as (agent, _):
+        async with rollout_of(store, folder, game={"address": game}, agent={"address": agent}) as rollout:
+            for _ in range(2):
+                for name in ("game", "", "agent"):
+                    admit(rollout, 1, name)
+            await rollout.publish(1)
+            assert await played(rollout, 6) == {("game", 2, 0.5): 2, ("", 0, None): 2, ("agent", 1, 1.0): 2}
+            said = [trajectory_pb2.Message(role="user", content="hi")]
+            sampling = trajectory_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=300)
+            for name, num_turns in (("game", 2), ("", 0), ("agent", 1)):
+                rollout.environment = name
+                answers = await rollout.generate(2, prompt=trajectory_pb2.Prompt(messages=said), sampling=sampling)
+                assert [len(answer.meta.episode.turns) for answer in answers] == [num_turns] * 2
+                assert {answer.meta.prompt.environment for answer in answers} == {name}
+            rollout.environment = "tools"
+            with pytest.raises(InvalidInputError, match=r"environments\.tools, and this rollout's file has \['agent'"):
+                await rollout.generate(1)
+    assert store.balance() == (6, 0, 0, 6)
+
+
+@pytest.mark.parametrize("how", ["away", "hangs"])
+async def test_an_environment_that_does_not_answer_delays_its_own_groups_alone(
+    store: StoreUnderTest, folder: Path, how: str
+) -> None:
+    """Of its groups there are more, and they are first in line; the others are not one look at it later."""
+    address = f"127.0.0.1:{free_port()}"
+    async with environment(Game) as (game, _):
+        async with rollout_of(store, folder, game={"address": address}, other={"address": game}) as rollout:
+            with socket.socket() as mute:
+                if how == "hangs":
+                    host, _, port = address.partition(":")
+                    mute.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    mute.bind((host, int(port)))
+                    mute.listen()
+                admit(rollout, 3 * MAX_GROUPS, "game")
+                admit(rollout, MAX_GROUPS, "other")
+                admit(rollout, MAX_GROUPS, "")
+                await rollout.publish(1)
+                others = {("other", 2, 0.5): MAX_GROUPS, ("", 0, None): MAX_GROUPS}
+                assert await played(rollout, 2 * MAX_GROUPS) == others
+                admit(rollout, 1, "")
+                await rollout.committed(2 * MAX_GROUPS + 1)
+                await until(lambda: rollout.replica.has_work)
+            async with environment(Game, address):
+                found = await played(rollout, 5 * MAX_GROUPS + 1)
+    assert found["game", 2, 0.5] == 3 * MAX_GROUPS
+    assert store.balance() == (5 * MAX_GROUPS + 1, 0, 0, 5 * MAX_GROUPS + 1)
+
+
+async def test_an_environment_with_few_places_is_played_in_one_group_at_a_time_beside_others(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    most = 0
+
+    class Slow(Game):
+        def step(self, action: Action) -> Answer:
+            nonlocal most
+            most = max(most, few.num_open)
+            return super().step(action)
+
+    async with environment(Slow, max_sessions=4) as (game, few), environment(Game) as (other, _):
+        async with rollout_of(store, folder, game={"address": game}, other={"address": other}) as rollout:
+            admit(rollout, MAX_GROUPS, "game")
+            admit(rollout, MAX_GROUPS, "other")
+            await rollout.publish(1)
+            found = await played(rollout, 2 * MAX_GROUPS)
+        await asyncio.sleep(0)
+    assert found == {("game", 2, 0.5): MAX_GROUPS, ("other", 2, 0.5): MAX_GROUPS}
+    assert most == 4, "nothing was refused for want of a place"
+    assert store.balance() == (2 * MAX_GROUPS, 0, 0, 2 * MAX_GROUPS)

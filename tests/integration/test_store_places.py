@@ -1,0 +1,45 @@
+"""Claims by the places of environments: a group whose environment has none is passed over, waits for whoever has some,
+and keeps nobody from what was admitted behind it.
+"""
+
+from tests.fixtures_store import DIGEST, StoreUnderTest
+
+
+def test_groups_of_an_environment_without_places_keep_nobody_from_those_behind_them(store: StoreUnderTest) -> None:
+    store.admit(2, environment="game")
+    store.admit(2)
+    store.admit(2, environment="tools")
+    queue, other = store.attested("r.0"), store.worker("r.1")
+    store.publish(1, 0, "r.0", "r.1")
+    claims = queue.claim(3, {"game": 0, "tools": 1})
+    assert [claim.group.gid for claim in claims] == [2, 3, 4]
+    assert queue.claim(3, {"game": 0, "tools": 0}) == []
+    assert store.ledger.counts().queued == 3, "what is passed over waits as what was released"
+    taken = other.claim(1, {"game": 2})
+    assert [(claim.group.gid, claim.deliveries) for claim in taken] == [(0, 1)], "nothing is counted against it"
+    assert [claim.group.gid for claim in queue.claim(3)] == [1, 5], "places that are not named have no bound"
+
+
+def test_what_is_passed_over_time_and_again_is_no_dead_letter(store: StoreUnderTest) -> None:
+    store.admit(1, environment="game")
+    queue = store.attested("r.0")
+    for _ in range(5):
+        assert queue.claim(1, {"game": 0}) == []
+    for deliveries in (1, 2):
+        (claim,) = queue.claim(1, {"game": 1})
+        assert claim.deliveries == deliveries
+        queue.abandon(claim, "it failed", max_deliveries=3)
+    (claim,) = queue.claim(1, {"game": 1})
+    assert queue.commit(claim, store.stage(claim), {(0, DIGEST)})
+    assert store.balance() == (1, 0, 0, 1)
+    assert not store.connection.command("EXISTS", f"{{rl:{store.run}}}:played"), "it is forgotten with the group"
+
+
+def test_more_than_a_page_of_waiting_groups_hides_none_behind_them(store: StoreUnderTest) -> None:
+    store.admit(1100, environment="game")
+    queue = store.attested("r.0")
+    assert queue.claim(8, {"game": 0}) == []
+    store.admit(1, environment="tools")
+    assert queue.claim(8, {"game": 0, "tools": 0}) == []
+    (claim,) = queue.claim(8, {"game": 0, "tools": 1})
+    assert claim.group.gid == 1100
