@@ -133,5 +133,5 @@ class MixedGroups:
         for looking in self._looking.values():
             looking.cancel()
         if self._close_shared is not None:
-            await self._close_shared()
+            await self._close_shared()  # bounded: by SHUTDOWN_S of the endpoint
         await asyncio.gather(*(player.close() for player in self._played.values()))
