@@ -62,13 +62,18 @@ async def start_service(folder: Path) -> AsyncIterator[StartService]:
     """Starts the reward service with the components given (as in the file) in this process; gives its address."""
     async with AsyncExitStack() as stack:
 
-        async def start(start_timeout_s: float = 10.0, **components: dict[str, Any]) -> str:
+        async def start(start_timeout_s: float = 10.0, plays_all: bool = True, **components: dict[str, Any]) -> str:
             parts = {
                 name: COMPONENT.validate_python(component, context={"base": folder})
                 for name, component in components.items()
             }
             settings = RewardSettings(
-                "127.0.0.1:0", parts, num_workers=2, search_path=folder, start_timeout_s=start_timeout_s
+                "127.0.0.1:0",
+                parts,
+                num_workers=2,
+                search_path=folder,
+                start_timeout_s=start_timeout_s,
+                plays_all=plays_all,
             )
             dispatcher = Dispatcher(settings, RpcSection())
             stack.push_async_callback(dispatcher.close)
@@ -436,6 +441,35 @@ async def test_items_are_routed_to_scorers_by_their_fields(start_service: StartS
     assert codes(outcomes)[3] == "NOT_APPLICABLE"
     assert reward_pb2.SCORE_FIELD_METADATA in spec.reads
     assert all(part.may_be_absent for part in spec.components)
+
+
+async def test_what_an_environment_gives_applies_where_one_played_and_its_silence_is_no_zero(
+    start_service: StartService,
+) -> None:
+    won = {"scorer": {"kind": "environment", "min": 0, "max": 1}}
+    games = {**won, "when": {"task": "game"}, "weight": 0.5}
+    given = reward_pb2.Reward(value=0.75)
+    played, tools, silent, plain = items_of("a", "b", "c", "{}")
+    for item, task, name in ((played, "game", "arcade"), (tools, "tools", "lab"), (silent, "game", "arcade")):
+        item.environment = name
+        item.metadata.update({"task": task})
+    played.environment_reward.CopyFrom(given)
+    tools.environment_reward.CopyFrom(given)
+    address = await start_service(plays_all=False, won=won, games=games, shape={"scorer": {"kind": "json"}})
+    async with client_of(address) as client:
+        spec = await client.describe()
+        outcomes = await client.score([played, tools, silent, plain])
+    assert outcomes[:2] == [
+        Score(0.75 + 0.375, {"won": 0.75, "games": 0.75, "shape": 0.0}),
+        Score(0.75, {"won": 0.75, "shape": 0.0}),
+    ]
+    assert outcomes[3] == Score(1.0, {"shape": 1.0}), "nobody played it, which is not to be 0"
+    assert isinstance(outcomes[2], Failure)
+    assert "has no reward of an environment" in outcomes[2].message
+    assert {part.name for part in spec.components if part.may_be_absent} == {"won", "games"}
+    address = await start_service(won=won)
+    async with client_of(address) as client:
+        assert not any(part.may_be_absent for part in (await client.describe()).components)
 
 
 async def test_a_missing_ground_truth_is_bad_data_not_a_zero(start_service: StartService) -> None:

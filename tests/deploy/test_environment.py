@@ -182,3 +182,58 @@ def test_agents_of_several_rollouts_in_one_project_are_refused(
     ]
     assert main(["manifests", str(COMPOSE), "--to", "compose", "--out", str(tmp_path), *words]) == 2
     assert "the containers of 2 share one" in capsys.readouterr().err
+
+
+SEVERAL = [
+    "--environments.game={address: 'games:50080', when: {task: game}}",
+    "--environments.tools={address: 'tools:50081', when: {task: tools}}",
+    "--environments.hard={address: 'games:50080', when: {task: hard}}",
+    "--environments.web={address: 'web.example:443', ca_file: system, when: {task: web}}",
+]
+
+
+def test_each_environment_has_a_way_and_a_certificate_of_its_own_and_one_process_has_one(tmp_path: Path) -> None:
+    objects, _ = made(tmp_path, *SEVERAL, AGENTS)
+    beside = {"environment-game": ("games", 50080), "environment-tools": ("tools", 50081)}
+    certificates, accounts = of_kind(objects, "Certificate"), of_kind(objects, "ServiceAccount")
+    rollouts = [{"podSelector": {"matchExpressions": [OF_ROLLOUTS]}}]
+    for name, (host, port) in beside.items():
+        peer = [{"podSelector": {"matchLabels": {"app.kubernetes.io/component": name}}}]
+        assert ways(objects, "rollout", "egress", port) == peer
+        assert ways(objects, name, "ingress", port) == rollouts == ways(objects, name, "egress", 50090)
+        assert certificates[name]["spec"]["dnsNames"] == [host, "localhost"]
+        assert name in accounts
+    named = [name for kind in (certificates, accounts) for name in kind if name.startswith("environment")]
+    assert sorted(set(named)) == sorted(beside), "two at one address are one process; one elsewhere has its own"
+    callers = ways(objects, "rollout", "ingress", 50090)
+    assert {"podSelector": {"matchLabels": {"app.kubernetes.io/component": "environment-tools"}}} in callers
+    assert not [
+        problem
+        for object in objects
+        if not object["kind"].startswith(("Kusto", "Comp"))
+        for problem in problems(object)
+    ]
+
+
+def test_a_mesh_knows_each_environment(tmp_path: Path) -> None:
+    objects, _ = made(tmp_path, *SEVERAL, AGENTS, "--rpc.behind_mesh=true")
+    allowed, routes = of_kind(objects, "AuthorizationPolicy"), of_kind(objects, "VirtualService")
+    for name, port in (("environment-game", "50080"), ("environment-tools", "50081")):
+        (rule,) = allowed[name]["spec"]["rules"]
+        assert rule["to"][0]["operation"] == {"ports": [port], "paths": ["/rolecall.v1.EnvironmentService/*"]}
+    principals = allowed["agents"]["spec"]["rules"][0]["from"][0]["source"]["principals"]
+    assert {name.rpartition("/")[2] for name in principals} >= {"environment-game", "environment-tools"}
+    assert {"games", "tools"} <= routes.keys()
+    annotations = of_kind(objects, "AnnotationsTransformer")["istio"]["annotations"]
+    assert annotations["traffic.sidecar.istio.io/includeOutboundPorts"] == "50051,50080,50081,50090"
+
+
+def test_a_project_has_a_certificate_for_each_environment_in_it(tmp_path: Path) -> None:
+    assert main(["manifests", str(COMPOSE), "--to", "compose", "--out", str(tmp_path), *SEVERAL]) == 0
+    project = yaml.safe_load((tmp_path / "compose.yaml").read_text())
+    certificates = project["services"]["certificates"]
+    hosts = [word for word in certificates["command"] if word.startswith("environment")]
+    assert hosts == ["environment-game=games", "environment-tools=tools"]
+    for name in ("environment-game", "environment-tools"):
+        assert f"tls-{name}" in project["volumes"]
+        assert f"tls-{name}:/run/rolecall/certificates/{name}" in certificates["volumes"]

@@ -523,3 +523,39 @@ def test_what_pass_at_k_takes_for_right_is_noted_where_accuracy_takes_another(co
     assert notes_of(config, "reward.", tries) == notes_of(config, "reward.", lower) == []
     (note,) = notes_of(config, "reward.", tries, lower)
     assert note.endswith("pass_at_k takes a response for right from 1 on")
+
+
+PLAYED = [
+    "environments.game={address: '127.0.0.1:1', when: {task: game}}",
+    "environments.tools={address: '127.0.0.1:2', when: {task: [tools, both]}}",
+    "environments.lab={address: '127.0.0.1:3', when: {task: lab, level: 2}}",
+]
+
+
+def write_tasks(config: Path, *tasks: str) -> None:
+    """Training prompts, one for each task."""
+    rows = [{"prompt": f"{task}?", "ground_truth": "4", "task": task} for task in tasks]
+    (config.parent / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_check_says_how_many_prompts_are_played_where_and_asks_each_environment(config: Path) -> None:
+    write_tasks(config, "game", "maths", "tools", "tools", "maths", "maths")
+    code, text = findings(load_settings(config, PLAYED))
+    assert code == 0, text
+    assert "  1 are played in game, 2 are played in tools, 0 are played in lab, 3 are answered once" in text
+    assert "NOTE environments.lab: no prompt of data.train is played in it (task: 'lab', level: 2); correct" in text
+    for name, port in (("game", 1), ("tools", 2), ("lab", 3)):
+        assert f"environments.{name}: 127.0.0.1:{port}; an episode ends when the environment says so" in text
+        assert f"NOTE environments.{name}.address 127.0.0.1:{port}: " in text
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_prompt_that_two_environments_take_is_named_before_anything_starts(
+    config: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tasks(config, "game", "both")
+    words = [f"--{word}" for word in (*PLAYED, "environments.game.when.task=[game, both]")]
+    assert main([command, str(config), *words]) == 2
+    said = "".join(capsys.readouterr())
+    assert "train.jsonl, line 2: the environments game and tools take the prompt (task: 'both')" in said
+    assert not (load_settings(config).run.dir / "store").exists()

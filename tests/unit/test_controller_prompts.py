@@ -20,7 +20,7 @@ from rolecall.data.dataset import RawPrompt, load_prompts
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError
-from rolecall.settings import CurriculumSection, DataSection, RewardSection
+from rolecall.settings import CurriculumSection, DataSection, EnvironmentSection, RewardSection
 from rolecall.store.position import SuccessRate
 from services.controller.groups.prompts import Cursor, PromptRenderer, PromptSequence
 from tests.tiny_tokenizer import write_tokenizer
@@ -125,6 +125,36 @@ def test_a_missing_ground_truth_is_named_before_anything_is_sampled(
     told = "and reward.components.right compares with it; write it in every line, or set data.ground_truth_field"
     assert str(caught.value) == f"{path}, line 2, field 'ground_truth': {how}, {told}"
     assert len(load_prompts(path, data_section(path), ELSEWHERE)) == 2
+
+
+def test_a_prompt_has_the_one_environment_that_takes_it_and_two_are_refused_by_its_line(tmp_path: Path) -> None:
+    environments = {
+        name: EnvironmentSection.model_validate({"address": "h:1", "when": when})
+        for name, when in (("game", {"task": ["game", "both"]}), ("tools", {"task": ["tools", "both"]}))
+    }
+    rows = [{"prompt": "a", "task": task} for task in ("game", "maths", "tools")]
+    path = write(tmp_path / "p.jsonl", *rows, {"prompt": "b"})
+    prompts = load_prompts(path, data_section(path), ELSEWHERE, environments=environments)
+    assert [prompt.environment for prompt in prompts] == ["game", "", "tools", ""]
+    write_tokenizer(tmp_path / "tokenizer")
+    renderer = PromptRenderer(PromptEncoder(ChatTokenizer(tmp_path / "tokenizer")), 48)
+    rendered = [renderer.render(prompt, 0) for prompt in prompts]
+    assert [prompt.environment for prompt in rendered if prompt is not None] == ["game", "", "tools", ""]
+    write(path, *rows, {"prompt": "b", "task": "both"})
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(path, data_section(path), ELSEWHERE, environments=environments)
+    assert str(caught.value) == (
+        f"{path}, line 4: the environments game and tools take the prompt (task: 'both'), which can be played in one; "
+        "mend the line, or narrow environments.game.when or environments.tools.when"
+    )
+
+
+def test_a_prompt_that_nobody_plays_has_no_reward_of_an_environment(tmp_path: Path) -> None:
+    environments = {"game": EnvironmentSection.model_validate({"address": "h:1", "when": {"task": "game"}})}
+    reward = RewardSection.model_validate({"components": {"won": {"scorer": {"kind": "environment"}}}})
+    path = write(tmp_path / "p.jsonl", {"prompt": "a", "task": "game"}, {"prompt": "b", "task": "maths"})
+    with pytest.raises(ConfigError, match=r"line 2: no component .* \(environment: none\); .* that is to play it"):
+        load_prompts(path, data_section(path), reward, environments=environments)
 
 
 def test_a_prompt_that_no_component_applies_to_is_named_before_anything_is_sampled(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from rolecall.data.continuation import Continuation
@@ -12,7 +13,7 @@ from rolecall.data.images.tokens import image_processor_of, read_processor_diges
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.checks import explain_environments, run_problem
 from rolecall.errors import ConfigError
-from rolecall.settings import RunSettings
+from rolecall.settings import EnvironmentSection, RewardComponent, RunSettings, load_settings, may_meet
 from rolecall.store.budget import PromptBytes, StoreBudget
 from rolecall.v1 import environment_pb2
 from tests.pictures import write_seeing
@@ -75,6 +76,86 @@ def test_a_set_that_no_session_can_be_named_after_is_refused(tmp_path: Path, nam
     settings(tmp_path, {"kind": "exact_match"}, evaluation=evaluation)
     evaluation = {"sets": {"math/AIME 2024 (v1.1)": {"path": "held.jsonl"}}}
     settings(tmp_path, {"kind": "environment"}, environments={"game": ADDRESS}, evaluation=evaluation)
+
+
+def test_the_section_of_one_environment_is_named_and_none_is_left_over(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    tree = smallest_tree(tmp_path, environments={"game": ADDRESS, "left-out": None})
+    file.write_text(yaml.safe_dump(tree))
+    assert [*load_settings(file).environments] == ["game"]
+    for written, told in (
+        ({"environment": ADDRESS}, r"environment: there is no such setting \(did you mean 'environments'\?\)"),
+        ({"environments": ADDRESS}, r"environments\.address: a section is wanted; give its fields"),
+    ):
+        file.write_text(yaml.safe_dump({**smallest_tree(tmp_path), **written}))
+        with pytest.raises(ConfigError, match=told):
+            load_settings(file)
+
+
+@pytest.mark.parametrize("name", ["", "Game", "a_b", "-a", "a-", "a/b", "x" * 43])
+def test_a_name_that_cannot_stand_in_others_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValidationError, match="stands in the names of metrics, certificates and pods"):
+        settings(tmp_path, {"kind": "environment"}, environments={name: ADDRESS})
+
+
+CONDITIONS: list[dict[str, Any]] = [
+    {},
+    {"task": "game"},
+    {"task": ["game", "tools"]},
+    {"task": "tools", "level": 1},
+    {"level": [1.0, 2]},
+    {"level": True},
+    {"level": "1", "task": ["maths"]},
+]
+FIELDS = [{}, *({"task": task, "level": level} for task in ("game", "tools", "maths") for level in (1, 2, True, "1"))]
+
+
+def plainly(when: dict[str, Any], fields: dict[str, Any]) -> bool:
+    """Whether the fields meet the conditions, value by value and type by type."""
+    for field, wanted in when.items():
+        among = wanted if isinstance(wanted, list) else [wanted]
+        kinds = {bool: "truth", int: "number", float: "number", str: "text"}
+        if not any(field in fields and kinds[type(fields[field])] == kinds[type(value)] and fields[field] == value
+                   for value in among):  # fmt: skip
+            return False
+    return True
+
+
+def test_environments_and_components_choose_prompts_by_one_rule_and_what_may_meet_is_known(tmp_path: Path) -> None:
+    for one in CONDITIONS:
+        environment = EnvironmentSection.model_validate({**ADDRESS, "when": one})
+        component = RewardComponent.model_validate({"scorer": {"kind": "exact_match"}, "when": one})
+        for fields in FIELDS:
+            assert environment.takes(fields) == component.applies_to(fields, "") == plainly(one, fields)
+        for other in CONDITIONS:
+            second = EnvironmentSection.model_validate({**ADDRESS, "when": other})
+            meeting = any(environment.takes(fields) and second.takes(fields) for fields in FIELDS)
+            assert may_meet(environment.when, second.when) == may_meet(second.when, environment.when)
+            assert may_meet(environment.when, second.when) >= meeting
+
+
+def test_what_environments_give_applies_to_what_was_played_and_needs_one_that_agrees(tmp_path: Path) -> None:
+    given = RewardComponent.model_validate({"scorer": {"kind": "environment"}, "when": {"task": ["game", "tools"]}})
+    assert given.applies_to({"task": "game"}, "game")
+    assert not given.applies_to({"task": "game"}, ""), "nobody played it"
+    assert not given.applies_to({"task": "maths"}, "other")
+    reward = {"components": {"won": {"scorer": {"kind": "environment"}, "when": {"task": "game"}}}}
+    elsewhere = {"tools": {**ADDRESS, "when": {"task": "tools"}}}
+    with pytest.raises(ValidationError, match=r"components\.won is .* whose when agrees with its own; mend one"):
+        RunSettings.model_validate(smallest_tree(tmp_path, reward=reward, environments=elsewhere))
+    beside = {**elsewhere, "game": {**ADDRESS, "when": {"source": "arcade"}}}
+    RunSettings.model_validate(smallest_tree(tmp_path, reward=reward, environments=beside))
+
+
+def test_what_a_run_needs_is_what_the_neediest_of_its_environments_needs(tmp_path: Path) -> None:
+    seen = {"game": {**ADDRESS, "max_image_bytes": 5000}, "tools": {**ADDRESS, "max_row_tokens": 9000}}
+    run = settings(tmp_path, {"kind": "environment"}, environments={**seen, "third": ADDRESS})
+    assert (run.max_row_tokens, run.max_environment_image_bytes) == (9000, 5000)
+    assert [run.episode_tokens(section) for section in run.environments.values()] == [2048, 9000, 2048]
+    assert not run.keeps_over_shifts, "episodes end before a shift, and what is beside them, too"
+    assert settings(tmp_path, {"kind": "exact_match"}).keeps_over_shifts
+    with pytest.raises(ValidationError, match=r"environments\.tools\.max_row_tokens 100 is less than one conversation"):
+        settings(tmp_path, {"kind": "environment"}, environments={**seen, "tools": {**ADDRESS, "max_row_tokens": 100}})
 
 
 def test_a_row_is_as_long_as_a_conversation_unless_it_is_said_and_the_store_is_budgeted_for_it(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The prompts of a run in lines of `rolecall check`: what their files hold, and how long they are."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def all_prompts(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Itera
     yield _prompts(settings, tokenizer, "data.train", settings.data.train, settings.data.max_prompts, "", train)
     yield _epochs(settings, train)
     yield store(settings, train)
+    yield _unplayed(settings, train)
     yield _unused_evaluation(settings)
     for name, section in settings.evaluation.sets.items():
         times = ["at step 0"] if settings.evaluation.at_start else []
@@ -40,6 +42,18 @@ def all_prompts(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Itera
         setting = f"evaluation.sets.{name}.path"
         yield _prompts(settings, tokenizer, setting, section.path, section.max_prompts, about, held_out)
         yield _sources(setting, held_out)
+
+
+def _unplayed(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
+    """Notes on environments that none of the training prompts are played in, where those could be read."""
+    played = {prompt.environment for prompt in prompts}
+    for name, section in settings.environments.items() if prompts else ():
+        if name not in played:
+            when = ", ".join(f"{field}: {wanted!r}" for field, wanted in section.when.items())
+            yield (
+                f"{NOTE} environments.{name}: no prompt of data.train is played in it ({when}); correct its when, "
+                "unless it is for held-out prompts"
+            )
 
 
 def _unused_evaluation(settings: RunSettings) -> Iterator[str]:
@@ -87,6 +101,10 @@ def _prompts(
     through = "" if own is None else f" through data.preprocess.function {own.name}"
     drawn = f" drawn by {setting.rpartition('.')[0]}.max_prompts" if len(prompts) == max_prompts else ""
     yield f"{setting}: {names}, {len(prompts)} prompts{through}{drawn}{about}"
+    if settings.environments:
+        counts = Counter(prompt.environment for prompt in prompts)
+        played = [f"{counts[name]} are played in {name}" for name in settings.environments]
+        yield f"  {', '.join(played)}, {counts['']} are answered once"
     if tokenizer is not None:
         yield from _measured(settings, tokenizer, setting, names, prompts)
 
