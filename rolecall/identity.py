@@ -119,6 +119,7 @@ FIXED = (
         lambda settings: {
             name: section.model_dump(mode="json")["when"] for name, section in settings.environments.items()
         },
+        default={},
     ),
     Fixed(
         "data.max_prompts",
