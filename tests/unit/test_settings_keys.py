@@ -26,8 +26,8 @@ language, the 332nd how many calls a scorer elsewhere is given at a time, the 33
 the 334th whether what sees them is trained, the 335th how many an environment shows, up to the 345th the critic's
 own optimizer, the 346th a run's length in epochs, the 347th whether a scorer's function gets images, the 348th and
 349th how many rows of a large file are used, the 350th how hard a token may pull towards a teacher, the 351st which
-component of the reward filters read, the 352nd whether importance weights are divided by their mean, and the 353rd
-whether a reference leaves shared devices between its passes.
+component of the reward filters read, the 352nd whether importance weights are divided by their mean, the 353rd
+whether a reference leaves shared devices between its passes, and the 354th which prompts an environment plays.
 """
 
 
