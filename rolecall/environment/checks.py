@@ -148,7 +148,7 @@ def environment_fits(settings: RunSettings, name: str) -> Callable[[grpc.aio.Cha
         problem = spec_problem(spec)
         if problem:
             raise ConfigError(f"is environment {spec.name!r}, which {problem}")
-        for setting, needed in _places_needed(settings).items():
+        for setting, needed in _places_needed(settings, section).items():
             if 0 < spec.max_sessions < needed:
                 raise ConfigError(
                     f"is environment {spec.name!r} with max_sessions {spec.max_sessions}, and a prompt needs {needed} "
@@ -169,9 +169,11 @@ def environment_fits(settings: RunSettings, name: str) -> Callable[[grpc.aio.Cha
     return ask
 
 
-def _places_needed(settings: RunSettings) -> dict[str, int]:
-    """Episodes of one prompt that begin together, by the setting that says how many."""
-    sets = settings.evaluation.sets.items()
+def _places_needed(settings: RunSettings, section: EnvironmentSection) -> dict[str, int]:
+    """Episodes of one prompt that begin together, by the setting that says how many. Of held-out sets where the
+    environment plays every prompt; else those say it whose prompts it plays, when they are evaluated.
+    """
+    sets = settings.evaluation.sets.items() if not section.when else ()
     return {
         "sampling.num_responses": settings.responses_per_group,
         **{f"evaluation.sets.{name}.num_responses": held_out.num_responses for name, held_out in sets},

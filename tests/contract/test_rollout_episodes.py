@@ -434,6 +434,8 @@ async def test_an_evaluation_that_needs_more_places_than_there_are_is_refused(
         async with client_of(address) as client:
             with pytest.raises(ConfigError, match=r"max_sessions 3, .* needs 4 .* evaluation\.sets\.wide\.num_resp"):
                 await environment_fits(settings, "game")(client._channel)
+            some = {"game": settings.environments["game"].model_copy(update={"when": {"task": "game"}})}
+            await environment_fits(settings.model_copy(update={"environments": some}), "game")(client._channel)
         async with rollout_in(store, folder, address, responses_per_group=2) as rollout:
             await rollout.publish(1)
             assert len(await rollout.generate(3)) == 3

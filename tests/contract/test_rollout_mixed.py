@@ -15,11 +15,12 @@ from openai import OpenAI
 
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment import Action, Agent, Answer, Env, Policy, Task
-from rolecall.errors import InvalidInputError
+from rolecall.environment.checks import environment_fits
+from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import RunSettings
 from rolecall.v1 import trajectory_pb2
 from services.rollout.episodes import sampler_of
-from tests.contract.environment_peers import environment
+from tests.contract.environment_peers import client_of, environment
 from tests.contract.rollout_replica import MAX_GROUPS, ReplicaUnderTest, replica_under_test
 from tests.contract.test_rollout_episodes import LetterEngine
 from tests.contract.test_rollout_harness import asked
@@ -150,6 +151,36 @@ async def test_an_environment_that_does_not_answer_delays_its_own_groups_alone(
                 found = await played(rollout, 5 * MAX_GROUPS + 1)
     assert found["game", 2, 0.5] == 3 * MAX_GROUPS
     assert store.balance() == (5 * MAX_GROUPS + 1, 0, 0, 5 * MAX_GROUPS + 1)
+
+
+async def test_check_compares_with_each_environment_the_components_that_score_what_it_plays(folder: Path) -> None:
+    async with environment(Game, turn_rewards=True) as (game, _), environment(Caller, runs_episodes=True) as (agent, _):
+        played = {"game": game, "agent": agent}
+
+        def settings(**components: dict[str, Any]) -> RunSettings:
+            scorers = {
+                name: {"scorer": {"kind": "environment", **given.pop("scorer", {})}, **given}
+                for name, given in components.items()
+            }
+            sections = {name: {"address": address, "when": {"task": name}} for name, address in played.items()}
+            tree = smallest_tree(folder, environments=sections, reward={"components": scorers})
+            return RunSettings.model_validate(tree)
+
+        async def ask(asked: RunSettings, name: str) -> None:
+            async with client_of(played[name]) as client:
+                await environment_fits(asked, name)(client._channel)
+
+        both = settings(won={})
+        await ask(both, "agent")
+        with pytest.raises(
+            ConfigError, match=r"reward\.components\.won\.scorer\..*token_rewards to true, as .* its when"
+        ):
+            await ask(both, "game")
+        apart = settings(
+            won={"scorer": {"token_rewards": True}, "when": {"task": "game"}}, done={"when": {"task": ["agent"]}}
+        )
+        for name in played:
+            await ask(apart, name)
 
 
 async def test_an_environment_with_few_places_is_played_in_one_group_at_a_time_beside_others(
