@@ -138,7 +138,7 @@ def run_problem(
 
 
 def environment_fits(settings: RunSettings, name: str) -> Callable[[grpc.aio.Channel], Awaitable[None]]:
-    """The question to the run's environment `name` before it starts: ConfigError when it cannot be played in."""
+    """The question to environment `name` before the run starts: ConfigError when it cannot be played in."""
     section = settings.environments[name]
 
     async def ask(channel: grpc.aio.Channel) -> None:

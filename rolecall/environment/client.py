@@ -386,12 +386,12 @@ def _meaning(spec: environment_pb2.DescribeEnvironmentResponse) -> Sequence[Any]
 
 
 def open_environment(section: EnvironmentSection, rpc: RpcSection) -> EnvironmentClient:
-    """Opens a client of the run's environment. ConfigError as environment_channel."""
+    """Opens a client of an environment of the run. ConfigError as environment_channel."""
     return EnvironmentClient(environment_channel(section, rpc), section.address)
 
 
 def environment_channel(section: EnvironmentSection, rpc: RpcSection) -> grpc.aio.Channel:
-    """A channel to the run's environment. ConfigError for one beyond this machine without TLS or a mesh, and for an
+    """A channel to an environment of the run. ConfigError for one beyond this machine without TLS or a mesh, and for an
     unreadable token or roots.
     """
     return open_channel(
