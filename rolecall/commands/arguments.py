@@ -97,10 +97,13 @@ def _add_steering(command: AddCommand) -> None:
             steering.add_argument("--json", action="store_true", help="for programs")
         if name == "stop":
             steering.add_argument("--checkpoint", action="store_true", help="save a checkpoint before ending")
-    profile = command("profile", "have a trainer of a live run record its next steps, and print where the traces are")
+    profile = command("profile", "have a worker of a live run record its next steps, and print where the traces are")
     profile.add_argument("run", metavar="RUN", help=_RUN_HELP)
-    profile.add_argument("--role", required=True, choices=["actor", "critic"], help="which trainer")
-    profile.add_argument("--steps", type=int, default=1, metavar="N", help="steps to record, 1 to 10 (default: 1)")
+    profile.add_argument(
+        "--role", required=True, metavar="WORKER", help="actor, critic, or a rollout by its name, as rollout-0"
+    )
+    steps = "steps to record: of a trainer, 1 to 10 (default: 1), or of a rollout's engine, 1 to 100 (default: 20)"
+    profile.add_argument("--steps", type=int, metavar="N", help=steps)
     profile.add_argument("--tls", type=Path, metavar="DIR", help=_TLS_HELP)
 
 
