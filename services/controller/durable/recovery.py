@@ -166,6 +166,7 @@ class Recovery:
             epoch=point.epoch,
             cursor=point.cursor.encode(),
             algorithm_state=point.algorithm_state.encode(),
+            evaluated_step=point.evaluated_step,
             trained=point.trained,
             dropped=point.dropped,
         )
