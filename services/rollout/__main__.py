@@ -115,13 +115,16 @@ async def _serve(
         await pull.drain(DRAIN_S)
 
     membership.start()
-    parts = (asyncio.create_task(part) for part in (pull.run(), engine.watch(), feed_heartbeat(replica, membership)))
+    parts = [asyncio.create_task(part) for part in (pull.run(), engine.watch(), feed_heartbeat(replica, membership))]
     failed = asyncio.ensure_future(_first_failure(membership.failed, *parts))
     try:
         await serve(server, drain=drain, failed=failed, grace_s=GRACE_S)
         await membership.leave()
     finally:
-        failed.cancel()
+        for task in (failed, *parts):
+            task.cancel()
+        # bounded: they are cancelled. A watch that went on would miss the engine that is closed next
+        await asyncio.gather(failed, *parts, return_exceptions=True)
         membership.stop()
 
 

@@ -307,6 +307,7 @@ class VllmEngine:
                     question = asyncio.create_task(self._alive(self._llm.is_paused()))
         finally:
             question.cancel()
+            await asyncio.gather(question, return_exceptions=True)  # bounded: it is cancelled, or has failed
         raise WorkerLostError(ENGINE_DIED)
 
     def _moved(self) -> None:
