@@ -221,7 +221,7 @@ async def test_nobody_misses_the_engine_of_a_replica_that_was_stopped(
     address = await twin.server.start()
     membership = Membership(settings, controller_pb2.ROLE_ROLLOUT, "rollout-0", "1", address)
     stop_requested().set()
-    await _serve(twin.server, twin.replica, twin.pull, cast(Any, engine), membership)
+    await _serve(twin.server, twin.replica, twin.pull, twin.profiles, cast(Any, engine), membership)
     await twin.sampler.close()
     engine.is_closed.set()
     await asyncio.sleep(0.1)
