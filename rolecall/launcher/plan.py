@@ -24,7 +24,7 @@ from rolecall.config_file import read_tree
 from rolecall.disk import require_writable, writing
 from rolecall.errors import ConfigError, NotFoundError, RunExistsError, RunLockedError
 from rolecall.identity import newest_checkpoint
-from rolecall.launcher.processes import Worker
+from rolecall.launcher.processes import MODEL_SERVER, Worker
 from rolecall.rpc.tokens import FOLDER
 from rolecall.settings import AddressSection, JobSection, RunSettings, ServiceSection, SftSettings, TrainerSection
 from rolecall.shifts import FOLDER as SHIFTS
@@ -201,16 +201,20 @@ def _lock(directory: Path) -> int:
 
 
 def resolve(settings: RunSettings) -> RunSettings:
-    """`settings` with an address for every role, free ports of loopback for local ones. ConfigError when roles that
-    take shifts on shared devices are not all local.
+    """`settings` with an address for every role and server, free ports of loopback for local ones. ConfigError when
+    roles that take shifts on shared devices are not all local.
     """
     _require_local_shifts(settings)
-    ports = _free_ports(4 + len(settings.references))
+    servers = settings.reward.servers
+    ports = _free_ports(4 + len(settings.references) + len(servers))
+    reward = settings.reward.model_copy(
+        update={"servers": {name: _placed(section, ports) for name, section in servers.items()}}
+    )
     changes: dict[str, Any] = {
         "controller": _placed(settings.controller, ports),
         "actor": _placed(settings.actor, ports),
         "references": {name: _placed(section, ports) for name, section in settings.references.items()},
-        "reward": _placed(settings.reward, ports),
+        "reward": _placed(reward, ports),
     }
     if settings.critic is not None:
         changes["critic"] = _placed(settings.critic, ports)
@@ -262,13 +266,16 @@ def _left_out(settings: RunSettings | SftSettings) -> dict[str, Any]:
 def plan_workers(
     configured: RunSettings, resolved: RunSettings, store_url_of: Callable[[str], str], package: str = "services"
 ) -> list[Worker]:
-    """The processes of the roles that `configured` gives no address, controller first: each is `python -m
+    """The processes of the roles and servers that `configured` gives no address, controller first: each is `python -m
     <package>.<role>`, with the URL of the store for its role.
     """
     metrics = metrics_binds(configured)
+    servers = [
+        (MODEL_SERVER, name, section) for name, section in configured.reward.servers.items() if section.address is None
+    ]
     return [
         _worker(f"{package}.{role}", name, resolved, store_url_of, section, metrics.get(name))
-        for role, name, section in _local_roles(configured)
+        for role, name, section in [*_local_roles(configured), *servers]
     ]
 
 

@@ -1,9 +1,10 @@
-"""Questions to the controller and the store whether they live, and the verdict on one that falls silent.
+"""Questions to the controller, the store and model servers whether they live, and the verdict on one that falls silent.
 
 Kills nothing: `supervisor.py` does, with the verdict.
 """
 
 import asyncio
+import http.client
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,11 +29,16 @@ MAX_STORE_SILENCE_S = 5.0
 """Seconds without an answer after which the store is taken for hung; those in which it waits for its disk do not count.
 A checkpoint that is written to the same disk may hold up a sync for longer.
 """
+SERVER_PROBE_S = 2.0
+MAX_SERVER_SILENCE_S = 60.0
+"""Seconds without an answer from a model server that once answered, after which it is taken for hung: it tokenizes many
+long questions in the thread that answers.
+"""
 
 
 class Probes:
-    """The tasks that ask, one for each start of the controller or the store; `condemn` is called with the name of one
-    that fell silent and with what is said of it.
+    """The tasks that ask, one for each start of the controller, the store or a model server; `condemn` is called with
+    the name of one that fell silent and with what is said of it.
     """
 
     def __init__(self, resolved: RunSettings, condemn: Callable[[str, str], None]) -> None:
@@ -58,6 +64,10 @@ class Probes:
     def ask_store(self, name: str, store: EmbeddedStore) -> None:
         """Asks `store`, in this start of it, until `end`."""
         self._tasks[name] = asyncio.create_task(self._ask_store(name, store))
+
+    def ask_model_server(self, start: Start) -> None:
+        """Asks the model server that `start` is, until `end`."""
+        self._tasks[start.worker.name] = asyncio.create_task(self._ask_model_server(start))
 
     def end(self, name: str) -> None:
         """Asks `name` no more."""
@@ -96,6 +106,20 @@ class Probes:
                 await asyncio.sleep(max(0.0, began + period_s - time.monotonic()))
         self._condemn(start.worker.name, f"{start.worker.name} did not answer for {limit_s:g} s and was killed")
 
+    async def _ask_model_server(self, start: Start) -> None:
+        """Asks as `_ask_controller` does, over HTTP: it has controller.start_timeout_s to load its model."""
+        name, silent_s, limit_s = start.worker.name, 0.0, self._resolved.controller.start_timeout_s
+        address = self._resolved.reward.servers[name].address
+        assert address is not None
+        while silent_s < limit_s:
+            began = time.monotonic()
+            if await asyncio.to_thread(_answers, address):
+                silent_s, limit_s = 0.0, MAX_SERVER_SILENCE_S
+            else:
+                silent_s += SERVER_PROBE_S
+            await asyncio.sleep(max(0.0, began + SERVER_PROBE_S - time.monotonic()))
+        self._condemn(name, f"{name} did not answer for {limit_s:g} s and was killed")
+
     async def _ask_store(self, name: str, store: EmbeddedStore) -> None:
         """Asks as `_ask_controller` does, for one start of the store."""
         try:
@@ -112,3 +136,17 @@ class Probes:
             self._condemn(name, f"the store did not answer for {MAX_STORE_SILENCE_S:g} s and was killed")
         except StoreUnavailableError as error:
             self._condemn(name, error.message)
+
+
+def _answers(address: str) -> bool:
+    """Whether an HTTP server at `address` says anything within PROBE_TIMEOUT_S."""
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        connection.getresponse()
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+    return True

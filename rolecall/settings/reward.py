@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from rolecall.settings.code import CodeScorer
+from rolecall.settings.model_server import ModelServer
 from rolecall.settings.presets import PresetScorer
 from rolecall.settings.rubric import Rubric, rubric_tree
 from rolecall.settings.section import (
@@ -192,6 +193,13 @@ class ExternalScorer(ScorerServer):
 
     kind: Literal["external", "judge", "openrlhf", "trl", "kserve"] = "external"
     """The scorer that this section chooses."""
+    address: str = ""
+    """Where it is, unless it names a `server`. Of external a gRPC target; of the others an http:// or https:// URL: of
+    a judge the one that ends in /v1, of kserve the model's, as in http://host:8080/v2/models/name, or
+    grpc://host:8081/name.
+    """
+    server: str | None = None
+    """Name under `reward.servers` of the server that a judge asks, in place of an address."""
     range: tuple[float, float] | None = None
     """Least and greatest value of openrlhf, trl and kserve, which do not say it themselves; absent: any finite number
     is believed.
@@ -211,9 +219,27 @@ class ExternalScorer(ScorerServer):
         """The path below its URL at which an HTTP server says that it is there."""
         return "/models" if self.kind == "judge" else ""
 
+    def at(self, name: str, server: ModelServer) -> Self:
+        """Returns it with the address of `server`, its own, and with the name that the server has for its model."""
+        rubric = {**(self.rubric or {}), "model": self.asked.model or name}
+        return self.model_copy(update={"address": server.url, "rubric": rubric})
+
     @model_validator(mode="after")
     def _reached_as_its_kind_is(self) -> Self:
-        if self.kind == "external":
+        if (self.server is None) == (not self.address):
+            raise ValueError(
+                f"address: {self.kind} needs one{'' if self.kind != 'judge' else ', or a server'}; give where it is"
+                if self.server is None
+                else "server: it has the address; remove one of the two"
+            )
+        if self.server is not None:
+            if self.kind != "judge":
+                raise ValueError(
+                    f"server: vLLM answers judges alone; start the server of {self.kind}, give its address"
+                )
+            if self.tls:
+                raise ValueError("server: the run calls it on loopback; remove ca_file and bearer_token_file")
+        elif self.kind == "external":
             address_of(self.address)
         else:
             url_of(self.address, ("http", "https", "grpc", "grpcs") if self.kind == "kserve" else ("http", "https"))
@@ -228,13 +254,15 @@ class ExternalScorer(ScorerServer):
     @model_validator(mode="after")
     def _rubric_is_one(self) -> Self:
         try:
-            _ = self.rubric is None or self.asked
+            nameless = self.rubric is not None and not self.asked.model
         except ValidationError as error:
             problems = (
                 ": ".join([*map(str, item["loc"]), item["msg"].removeprefix("Value error, ")])
                 for item in error.errors(include_url=False)
             )
             raise ValueError(f"rubric: {'; '.join(problems)}") from error
+        if nameless and self.server is None:
+            raise ValueError("rubric: model is missing, by which the server at the address knows it; add it")
         return self
 
     @property
@@ -356,6 +384,8 @@ class RewardSection(ServiceSection):
 
     components: dict[str, RewardComponent] = {}
     """Named parts; the reward is the weighted sum of those that apply to the prompt."""
+    servers: dict[str, ModelServer] = {}
+    """Models that the run serves for its judges, by the names that their scorers give as `server`."""
     num_workers: PositiveInt = 2
     """Killable worker processes of the local service."""
     search_path: ConfigPath = Path(".")
@@ -391,6 +421,16 @@ class RewardSection(ServiceSection):
         return self.ca_file is not None or self.bearer_token_file is not None
 
     @property
+    def placed_components(self) -> dict[str, RewardComponent]:
+        """The components, each judge of a server with that server's address; empty while it has none."""
+        return {
+            name: component.model_copy(update={"scorer": scorer.at(scorer.server, self.servers[scorer.server])})
+            if isinstance(scorer := component.scorer, ExternalScorer) and scorer.server is not None
+            else component
+            for name, component in self.components.items()
+        }
+
+    @property
     def may_have_token_rewards(self) -> bool:
         """Whether some scorer may give them; what one elsewhere gives is not known before it is asked."""
         scorers = [component.scorer for component in self.components.values()]
@@ -420,6 +460,23 @@ class RewardSection(ServiceSection):
                 raise ValueError(
                     f"components: {name} is the name of two, for parts are reported as COMPONENT/PART; rename one"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_are_named(self) -> Self:
+        named = {
+            component.scorer.server: name
+            for name, component in self.components.items()
+            if isinstance(component.scorer, ExternalScorer) and component.scorer.server is not None
+        }
+        for server, name in named.items():
+            if server not in self.servers:
+                raise ValueError(
+                    f"components.{name}.scorer.server {server!r} is not under servers ({sorted(self.servers)}); add it"
+                )
+        for server in self.servers:
+            if server not in named:
+                raise ValueError(f"servers.{server} is named by no scorer; remove it, or name it as scorer.server")
         return self
 
     @model_validator(mode="after")

@@ -61,8 +61,9 @@ def preflight(settings: RunSettings) -> Iterator[Iterator[str]]:
     yield from _functions(settings)
     yield from _places(settings)
     if settings.reward.address is None:
-        for name, component in settings.reward.components.items():
-            if component.server is not None and component.scorer.kind != "external":
+        for name, component in settings.reward.placed_components.items():
+            is_elsewhere = component.server is not None and component.server.address
+            if component.server is not None and is_elsewhere and component.scorer.kind != "external":
                 yield _http_scorer(name, component.server, settings)
     yield from _ports(settings)
     if settings.actor.address is None or settings.rollout.num_replicas:
