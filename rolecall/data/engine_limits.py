@@ -49,12 +49,12 @@ def check_engine(settings: RunSettings) -> None:
         _check_cpus(settings)
 
 
-def check_server(section: ModelServer, setting: str) -> None:
-    """ConfigError when vLLM cannot serve the model of `section`, which is `setting` in the file."""
+def check_server(section: ModelServer, path: Path, setting: str) -> None:
+    """ConfigError when vLLM cannot serve the model at `path` as `section` says, which is `setting` in the file."""
     check_engine_arguments(section.engine, f"{setting}.engine")
-    _check_split(section.model, section.tensor_parallel_size, setting)
+    _check_split(path, section.tensor_parallel_size, setting)
     if not section.devices:
-        _check_cpu_attention(section.model, section.engine.get("block_size"), f"{setting}.model", setting)
+        _check_cpu_attention(path, section.engine.get("block_size"), f"{setting}.model", setting)
 
 
 def num_cached_per_token(path: Path, num_tensor: int, num_stages: int) -> int:

@@ -24,9 +24,17 @@ from rolecall.config_file import read_tree
 from rolecall.disk import require_writable, writing
 from rolecall.errors import ConfigError, NotFoundError, RunExistsError, RunLockedError
 from rolecall.identity import newest_checkpoint
-from rolecall.launcher.processes import MODEL_SERVER, Worker
+from rolecall.launcher.processes import Worker
 from rolecall.rpc.tokens import FOLDER
-from rolecall.settings import AddressSection, JobSection, RunSettings, ServiceSection, SftSettings, TrainerSection
+from rolecall.settings import (
+    AddressSection,
+    JobSection,
+    RewardModelSettings,
+    RunSettings,
+    ServiceSection,
+    SftSettings,
+    TrainerSection,
+)
 from rolecall.shifts import FOLDER as SHIFTS
 from rolecall.store.embedded import discard_store
 from rolecall.store.users import ROLES as STORE_ROLES
@@ -271,7 +279,9 @@ def plan_workers(
     """
     metrics = metrics_binds(configured)
     servers = [
-        (MODEL_SERVER, name, section) for name, section in configured.reward.servers.items() if section.address is None
+        ("model_server" if section.served is None else "reward_model", name, section.served or section)
+        for name, section in configured.reward.servers.items()
+        if section.address is None
     ]
     return [
         _worker(f"{package}.{role}", name, resolved, store_url_of, section, metrics.get(name))
@@ -324,10 +334,11 @@ def _worker(
     arguments = [module, str(resolved.run.dir / "config.yaml"), "--name", name]
     arguments += ["--telemetry.metrics_bind", metrics_bind] if metrics_bind is not None else []
     num_ranks = section.num_ranks if isinstance(section, TrainerSection) else 1
+    num_threads = (section if isinstance(section, RewardModelSettings) else resolved.actor).num_threads
     # "1", not our pid: the role's own children (ranks under torchrun, engine processes) read it too and are tied to
     # their own parent.
     environment = {
-        **role_environment(section, resolved.actor.num_threads),
+        **role_environment(section, num_threads),
         # empty for a reward service, which runs code of others: it may not inherit ours
         "ROLECALL_STORE_URL": store_url_of(role) if role in STORE_ROLES else "",
         "ROLECALL_STORE_URL_FILE": "",

@@ -16,7 +16,7 @@ from rolecall.errors import NotFoundError, NotOnThisDeviceError, RoleCallError, 
 from rolecall.launcher.processes import Start
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.options import LIVENESS
-from rolecall.settings import RunSettings
+from rolecall.settings import RpcSection, RunSettings
 from rolecall.store.embedded import EmbeddedStore
 
 PROBE_TIMEOUT_S = 2.0
@@ -93,12 +93,9 @@ class Probes:
             stub = cast(Any, health_pb2_grpc.HealthStub)(channel)  # its published types lack the calls
             while silent_s < limit_s:
                 began = time.monotonic()
-                try:
-                    # an answer, too, of a server without this service or name
-                    with suppress(NotOnThisDeviceError, NotFoundError):
-                        await stub.Check(health_pb2.HealthCheckRequest(service=LIVENESS), timeout=PROBE_TIMEOUT_S)
+                if await _is_alive(stub):
                     silent_s, limit_s, period_s = 0.0, MAX_SILENCE_S, PROBE_TIMEOUT_S
-                except RoleCallError:
+                else:
                     silent_s += min(max(time.monotonic() - began, period_s), PROBE_TIMEOUT_S)
                 if self.heard_at > heard_at:  # also while no probe was under way
                     heard_at = self.heard_at
@@ -107,17 +104,19 @@ class Probes:
         self._condemn(start.worker.name, f"{start.worker.name} did not answer for {limit_s:g} s and was killed")
 
     async def _ask_model_server(self, start: Start) -> None:
-        """Asks as `_ask_controller` does, over HTTP: it has controller.start_timeout_s to load its model."""
+        """Asks as `_ask_controller` does: it has controller.start_timeout_s to load its model."""
         name, silent_s, limit_s = start.worker.name, 0.0, self._resolved.controller.start_timeout_s
-        address = self._resolved.reward.servers[name].address
-        assert address is not None
-        while silent_s < limit_s:
-            began = time.monotonic()
-            if await asyncio.to_thread(_answers, address):
-                silent_s, limit_s = 0.0, MAX_SERVER_SILENCE_S
-            else:
-                silent_s += SERVER_PROBE_S
-            await asyncio.sleep(max(0.0, began + SERVER_PROBE_S - time.monotonic()))
+        section = self._resolved.reward.servers[name]
+        assert section.address is not None
+        async with open_channel(section.address, RpcSection(), tls=False, ours=False) as channel:
+            stub = cast(Any, health_pb2_grpc.HealthStub)(channel)  # its published types lack the calls
+            while silent_s < limit_s:
+                began = time.monotonic()
+                if await (_speaks_http(section.address) if section.served is None else _is_alive(stub)):
+                    silent_s, limit_s = 0.0, MAX_SERVER_SILENCE_S
+                else:
+                    silent_s += SERVER_PROBE_S
+                await asyncio.sleep(max(0.0, began + SERVER_PROBE_S - time.monotonic()))
         self._condemn(name, f"{name} did not answer for {limit_s:g} s and was killed")
 
     async def _ask_store(self, name: str, store: EmbeddedStore) -> None:
@@ -138,8 +137,23 @@ class Probes:
             self._condemn(name, error.message)
 
 
-def _answers(address: str) -> bool:
+async def _is_alive(stub: Any) -> bool:
+    """Whether a gRPC server answers within PROBE_TIMEOUT_S."""
+    try:
+        # an answer, too, of a server without this service or name
+        with suppress(NotOnThisDeviceError, NotFoundError):
+            await stub.Check(health_pb2.HealthCheckRequest(service=LIVENESS), timeout=PROBE_TIMEOUT_S)
+    except RoleCallError:
+        return False
+    return True
+
+
+async def _speaks_http(address: str) -> bool:
     """Whether an HTTP server at `address` says anything within PROBE_TIMEOUT_S."""
+    return await asyncio.to_thread(_answers, address)
+
+
+def _answers(address: str) -> bool:
     host, _, port = address.rpartition(":")
     connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=PROBE_TIMEOUT_S)
     try:

@@ -29,7 +29,7 @@ from rolecall.launcher.last_words import describe_failure, say_end
 from rolecall.launcher.placed import note_placed
 from rolecall.launcher.plan import plan_workers, prepare_run_dir, resolve, write_config
 from rolecall.launcher.probes import Probes
-from rolecall.launcher.processes import FINAL_CODES, MODEL_SERVER, Processes, Worker
+from rolecall.launcher.processes import FINAL_CODES, MODEL_SERVERS, Processes, Worker
 from rolecall.launcher.progress import LONG_WAIT_S, Steady, View
 from rolecall.launcher.restarts import GivenUp, RestartBudget
 from rolecall.launcher.run_record import INTERRUPTED, keep_record
@@ -241,7 +241,7 @@ class Supervisor:
         start = self._processes.start(worker)
         if worker.role == "controller":
             self._probes.ask_controller(start)
-        elif worker.role == MODEL_SERVER:
+        elif worker.role in MODEL_SERVERS:
             self._probes.ask_model_server(start)
 
     async def _start_store(self) -> EmbeddedStore:

@@ -47,12 +47,12 @@ def require_paths_under(tree: dict[str, Any], settings: RunSettings, folders: Se
 
 
 def require_no_servers(settings: RunSettings) -> None:
-    """ConfigError for a run that starts servers for its judges: nothing here places them."""
+    """ConfigError for a run that starts servers for its scorers: nothing here places them."""
     for name, section in settings.reward.servers.items():
         if section.address is None:
             raise ConfigError(
                 f"reward.servers.{name} is started by `rolecall train` alone, on its machine; start a server of its "
-                "model beside this run, and name it as the judge's scorer.address in place of scorer.server"
+                "model beside this run, and name its address in the scorer, in place of server"
             )
 
 

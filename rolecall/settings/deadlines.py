@@ -160,8 +160,8 @@ class _Derivation:
 
     def _controller(self, publish_s: float) -> None:
         settings, servers = self._settings, self._settings.reward.servers.values()
-        largest = max(*self._bytes.values(), *(model_bytes(section.model) for section in servers), 0)
-        on_gpus = self._uses_gpus or any(section.devices for section in servers)
+        largest = max(*self._bytes.values(), *(model_bytes(section.path) for section in servers), 0)
+        on_gpus = self._uses_gpus or any(section.gpus for section in servers)
         base_s, on = (GPU_START_S, "GPUs") if on_gpus else (CPU_START_S, "CPUs")
         read = f"{on}, {base_s:g} s and {_size(largest)} of the largest model at {DISK_BYTES_PER_S / 1e6:g} MB/s"
         read_s = loading_s(largest, on_gpus=on_gpus)

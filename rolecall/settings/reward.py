@@ -35,6 +35,7 @@ from rolecall.settings.section import (
     Section,
     ServiceSection,
     address_of,
+    problems_of,
     url_of,
 )
 
@@ -199,7 +200,7 @@ class ExternalScorer(ScorerServer):
     grpc://host:8081/name.
     """
     server: str | None = None
-    """Name under `reward.servers` of the server that a judge asks, in place of an address."""
+    """Name under `reward.servers` of the server that a judge or an external scorer asks, in place of an address."""
     range: tuple[float, float] | None = None
     """Least and greatest value of openrlhf, trl and kserve, which do not say it themselves; absent: any finite number
     is believed.
@@ -220,22 +221,29 @@ class ExternalScorer(ScorerServer):
         return "/models" if self.kind == "judge" else ""
 
     def at(self, name: str, server: ModelServer) -> Self:
-        """Returns it with the address of `server`, its own, and with the name that the server has for its model."""
+        """Returns it with the address of `server`, its own, empty while that has none. A judge gets the name that the
+        server has for its model, too.
+        """
+        address = server.address or ""
+        if self.kind == "external":
+            return self.model_copy(update={"address": address})
         rubric = {**(self.rubric or {}), "model": self.asked.model or name}
-        return self.model_copy(update={"address": server.url, "rubric": rubric})
+        return self.model_copy(update={"address": address and f"http://{address}/v1", "rubric": rubric})
 
     @model_validator(mode="after")
     def _reached_as_its_kind_is(self) -> Self:
         if (self.server is None) == (not self.address):
+            has_servers = self.kind in ("judge", "external")
             raise ValueError(
-                f"address: {self.kind} needs one{'' if self.kind != 'judge' else ', or a server'}; give where it is"
+                f"address: {self.kind} needs one{', or a server of the run' if has_servers else ''}; give where it is"
                 if self.server is None
                 else "server: it has the address; remove one of the two"
             )
         if self.server is not None:
-            if self.kind != "judge":
+            if self.kind not in ("judge", "external"):
                 raise ValueError(
-                    f"server: vLLM answers judges alone; start the server of {self.kind}, give its address"
+                    f"server: the run starts those of judges and external scorers alone; start that of {self.kind} and "
+                    "give its address"
                 )
             if self.tls:
                 raise ValueError("server: the run calls it on loopback; remove ca_file and bearer_token_file")
@@ -256,11 +264,7 @@ class ExternalScorer(ScorerServer):
         try:
             nameless = self.rubric is not None and not self.asked.model
         except ValidationError as error:
-            problems = (
-                ": ".join([*map(str, item["loc"]), item["msg"].removeprefix("Value error, ")])
-                for item in error.errors(include_url=False)
-            )
-            raise ValueError(f"rubric: {'; '.join(problems)}") from error
+            raise ValueError(f"rubric: {problems_of(error)}") from error
         if nameless and self.server is None:
             raise ValueError("rubric: model is missing, by which the server at the address knows it; add it")
         return self
@@ -385,7 +389,7 @@ class RewardSection(ServiceSection):
     components: dict[str, RewardComponent] = {}
     """Named parts; the reward is the weighted sum of those that apply to the prompt."""
     servers: dict[str, ModelServer] = {}
-    """Models that the run serves for its judges, by the names that their scorers give as `server`."""
+    """Models that the run serves to its scorers, by the names that these give as `server`."""
     num_workers: PositiveInt = 2
     """Killable worker processes of the local service."""
     search_path: ConfigPath = Path(".")
@@ -422,7 +426,7 @@ class RewardSection(ServiceSection):
 
     @property
     def placed_components(self) -> dict[str, RewardComponent]:
-        """The components, each judge of a server with that server's address; empty while it has none."""
+        """The components, each scorer of a server with that server's address; empty while it has none."""
         return {
             name: component.model_copy(update={"scorer": scorer.at(scorer.server, self.servers[scorer.server])})
             if isinstance(scorer := component.scorer, ExternalScorer) and scorer.server is not None
@@ -464,15 +468,22 @@ class RewardSection(ServiceSection):
 
     @model_validator(mode="after")
     def _servers_are_named(self) -> Self:
-        named = {
-            component.scorer.server: name
-            for name, component in self.components.items()
-            if isinstance(component.scorer, ExternalScorer) and component.scorer.server is not None
-        }
-        for server, name in named.items():
-            if server not in self.servers:
+        scorers = [component.scorer for component in self.components.values()]
+        named = {scorer.server for scorer in scorers if isinstance(scorer, ExternalScorer)}
+        for name, component in self.components.items():
+            scorer = component.scorer
+            if not isinstance(scorer, ExternalScorer) or scorer.server is None:
+                continue
+            if scorer.server not in self.servers:
                 raise ValueError(
-                    f"components.{name}.scorer.server {server!r} is not under servers ({sorted(self.servers)}); add it"
+                    f"components.{name}.scorer.server {scorer.server!r} is not under servers ({sorted(self.servers)}); "
+                    "add it"
+                )
+            key = "model" if scorer.kind == "judge" else "reward_model"
+            if getattr(self.servers[scorer.server], key) is None:
+                raise ValueError(
+                    f"components.{name}.scorer.server: what {scorer.kind} asks is a server with a {key}, and "
+                    f"servers.{scorer.server} has none; name another, or correct the kind"
                 )
         for server in self.servers:
             if server not in named:

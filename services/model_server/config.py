@@ -36,6 +36,8 @@ def configure(settings: RunSettings, name: str) -> ServerConfig:
         raise ConfigError(
             f"there is no reward.servers.{name}; --name takes one of {', '.join(sorted(settings.reward.servers))}"
         )
+    if section.model is None:
+        raise ConfigError(f"reward.servers.{name} is a reward model; `rolecall serve reward-model` starts it")
     bind = section.bind or section.address
     if bind is None:
         raise ConfigError(f"reward.servers.{name} has no bind: say with it where a server that you start is to listen")

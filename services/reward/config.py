@@ -75,7 +75,7 @@ def reward_settings(settings: RunSettings) -> RewardSettings:
     if unplaced:
         raise ConfigError(
             f"reward.servers.{unplaced[0]} has no address: `rolecall train` starts it, and nobody here; give it the "
-            "address of one that you started (rolecall serve model-server)"
+            "address of one that you started (rolecall serve model-server or reward-model)"
         )
     return RewardSettings(
         bind=section.bind or section.address or "127.0.0.1:0",

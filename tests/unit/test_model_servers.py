@@ -26,6 +26,7 @@ from rolecall.launcher.processes import Start, Worker
 from rolecall.settings import ControllerSection, ExternalScorer, load_settings
 from services.model_server.config import configure, start_environment
 from services.reward.config import reward_settings
+from services.reward_model.config import config_of_server
 from tests.conftest import MakeSettings
 from tests.smallest import judged
 from tests.twins.launched import write_light_config, write_model
@@ -87,8 +88,11 @@ def test_where_it_was_placed_is_left_out_when_the_run_is_started_again(tmp_path:
     ("sections", "told"),
     [
         ({"reward": asked(**ADDRESS)}, "server: it has the address; remove one of the two"),
-        ({"reward": asked(server=None)}, "address: judge needs one, or a server"),
-        ({"reward": asked(kind="trl", rubric=None)}, "server: vLLM answers judges alone"),
+        ({"reward": asked(server=None)}, "address: judge needs one, or a server of the run"),
+        (
+            {"reward": asked(kind="trl", rubric=None)},
+            "server: the run starts those of judges and external scorers alone",
+        ),
         ({"reward": asked(bearer_token_file="t")}, "remove ca_file and bearer_token_file"),
         ({"reward": asked(server="other")}, r"server 'other' is not under servers \(\['grader'\]\)"),
         ({"reward": asked(server=None, **ADDRESS)}, "rubric: model is missing"),
@@ -120,6 +124,80 @@ def test_where_it_was_placed_is_left_out_when_the_run_is_started_again(tmp_path:
 def test_what_contradicts_itself_is_refused_in_words(make_settings: MakeSettings, sections: Any, told: str) -> None:
     with pytest.raises(ValidationError, match=told):
         make_settings(**sections)
+
+
+def preferring(scorer: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
+    """A section `reward` whose external scorer asks a reward model with these keys."""
+    asking = {"kind": "external", "server": "grader", **(scorer or {})}
+    return {
+        "servers": {"grader": {"reward_model": {"path": "/models/grader", **keys}}},
+        "components": {"liked": {"scorer": asking}},
+    }
+
+
+def test_a_reward_model_of_the_run_is_what_stands_in_its_file(make_settings: MakeSettings, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {
+        "devices": [2, 3],
+        "num_ranks": 2,
+        "bind": "127.0.0.1:50071",
+        "process": {"separator": "<s>"},
+    }
+    configured = make_settings(reward=preferring(**keys))
+    resolved = resolve(configured)
+    address = resolved.reward.servers["grader"].address
+    workers = {worker.name: worker for worker in plan_workers(configured, resolved, lambda role: "unix:///store")}
+    grader, config = workers["grader"], str(resolved.run.dir / "config.yaml")
+    assert grader.command[-4:] == ("services.reward_model", config, "--name", "grader")
+    assert "--nproc-per-node=2" in grader.command
+    assert (grader.environment["CUDA_VISIBLE_DEVICES"], grader.environment["ROLECALL_STORE_URL"]) == ("2,3", "")
+    assert reward_settings(resolved).external["liked"].address == address
+    resolved.run.dir.mkdir()
+    there = config_of_server(load_settings(write_config(resolved)), "grader")
+    assert (there.bind, there.name, there.num_ranks) == (address, "grader", 2), "two runs would listen at one place"
+    with pytest.raises(ConfigError, match="grader is a reward model; `rolecall serve reward-model` starts it"):
+        configure(resolved, "grader")
+    with pytest.raises(ConfigError, match=r"reward\.servers\.liked is no reward model"):
+        config_of_server(resolved, "liked")
+
+
+def test_the_file_of_a_reward_model_may_lie_elsewhere(make_settings: MakeSettings, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "grader.yaml").write_text("{path: weights, dtype: float32}")
+    reward = preferring()
+    reward["servers"]["grader"]["reward_model"] = "models/grader.yaml"
+    assert make_settings(reward=reward).reward.servers["grader"].path == tmp_path / "models" / "weights"
+    reward["servers"]["grader"]["reward_model"] = "models/absent.yaml"
+    with pytest.raises(ValidationError, match=r"models/absent\.yaml"):
+        make_settings(reward=reward)
+    assert make_settings(reward=preferring(path="near")).reward.servers["grader"].path == tmp_path / "near"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"devices": [0]}, r"GPU 0 is given to actor and to reward\.servers\.grader"),
+        ({"rpc": {"behind_mesh": 3}}, r"rpc: behind_mesh: Input should be a valid boolean"),
+        ({"bearer_token_file": "token"}, "rpc.tls or bearer_token_file, and a run calls its servers on loopback"),
+        ({"scorer": {"kind": "judge", "rubric": RUBRIC}}, "what judge asks is a server with a model"),
+    ],
+)
+def test_what_contradicts_a_reward_model_is_refused(
+    make_settings: MakeSettings, changed: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValidationError, match=told):
+        make_settings(reward=preferring(**changed), actor={"devices": [0]})
+
+
+def test_a_server_serves_one_model(make_settings: MakeSettings) -> None:
+    reward = preferring()
+    for server, told in [
+        ({"model": "model", **reward["servers"]["grader"]}, "model or reward_model: a server has one of them"),
+        ({}, "model or reward_model: a server has one of them"),
+        ({"devices": [1], **reward["servers"]["grader"]}, "devices: it is of a judge's model; say it under"),
+        ({"model": "model"}, "what external asks is a server with a reward_model"),
+    ]:
+        with pytest.raises(ValidationError, match=told):
+            make_settings(reward={**reward, "servers": {"grader": server}})
 
 
 @pytest.mark.parametrize("name", ["actor", "rollout-0", "a b", "ref"])
@@ -174,7 +252,7 @@ def test_check_says_what_it_takes_and_where_it_listens(tmp_path: Path) -> None:
     assert code == 0, text
     assert (
         f"reward.servers.grader: {tmp_path}/model, Qwen3ForCausalLM, 0.01M parameters, on CPUs, 0.0 MiB of weights per "
-        "worker; asked by verdict with up to 64 questions at a time; listens on a free port of 127.0.0.1"
+        "worker; asked by verdict with up to 64 calls at a time; listens on a free port of 127.0.0.1"
     ) in text
     assert "reward.components.verdict" not in text, "nobody is asked yet"
 
@@ -204,7 +282,7 @@ def test_check_refuses_what_would_fail_minutes_later(tmp_path: Path) -> None:
     config = json.loads((plain / "tokenizer_config.json").read_text())
     (plain / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
     (plain / "chat_template.jinja").unlink(missing_ok=True)
-    assert f"reward.servers.grader.model {plain}: the tokenizer has no chat template" in told({"model": str(plain)})
+    assert f"reward.servers.grader.model: the tokenizer of {plain} has no chat template" in told({"model": str(plain)})
 
 
 @pytest.mark.parametrize("to", ["compose", "kubernetes", "slurm"])
@@ -215,7 +293,7 @@ def test_manifests_place_none_and_say_what_to_do(tmp_path: Path, to: str, capsys
     assert main(["manifests", str(file), "--to", to, "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert "reward.servers.grader is started by `rolecall train` alone, on its machine" in said
-    assert "name it as the judge's scorer.address" in said
+    assert "name its address in the scorer, in place of server" in said
 
 
 def test_it_is_no_member_that_is_waited_for() -> None:
@@ -257,6 +335,7 @@ async def test_one_that_falls_silent_is_condemned_and_one_that_answers_is_not(
     asked.ask_model_server(
         Start(Worker("model_server", "grader", (), {}, Path("/dev/null")), 0, "incarnation", process, 0.0)
     )
+    probing = asked.tasks
     try:
         async with asyncio.timeout(60):
             await answered.wait()
@@ -265,6 +344,8 @@ async def test_one_that_falls_silent_is_condemned_and_one_that_answers_is_not(
             await condemned.wait()
     finally:
         asked.end("grader")
+        await asyncio.gather(*probing, return_exceptions=True)
         server.close()
+        await server.wait_closed()
         process.wait(30)
     assert told == ["grader did not answer for 1 s and was killed"]

@@ -240,7 +240,7 @@ def _placement(settings: RunSettings) -> Iterator[str]:
         for i, devices in enumerate(settings.rollout.local_devices)
     ]
     placed += [
-        (f"reward.servers.{name}", section.devices, section.tensor_parallel_size)
+        (f"reward.servers.{name}", section.gpus, section.num_workers)
         for name, section in settings.reward.servers.items()
         if section.address is None
     ]

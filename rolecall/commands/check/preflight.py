@@ -252,14 +252,15 @@ def _named(settings: RunSettings) -> Iterator[_Place]:
             lambda: open_client(settings.reward, address_of_reward, rpc)[1],
         )
         return
-    for name, component in settings.reward.components.items():
-        if isinstance(component.scorer, ExternalScorer) and component.scorer.kind == "external":
+    for name, component in settings.reward.placed_components.items():
+        scorer = component.scorer
+        if isinstance(scorer, ExternalScorer) and scorer.kind == "external" and scorer.address:
             yield _Place(
                 f"reward.components.{name}.scorer.address",
-                component.scorer.address,
+                scorer.address,
                 reward,
                 _describe,
-                _opener_of_scorer(name, component.scorer, settings),
+                _opener_of_scorer(name, scorer, settings),
             )
 
 

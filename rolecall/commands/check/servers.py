@@ -1,5 +1,5 @@
-"""The servers of a run's judges in lines of `rolecall check`: whether vLLM can serve their models here, where they
-listen, and what of each GPU they take.
+"""The servers that a run starts for its scorers in lines of `rolecall check`: whether their models can be served here,
+where they listen, and what of each GPU they take.
 """
 
 import importlib.util
@@ -30,35 +30,37 @@ def _server(settings: RunSettings, name: str, section: ModelServer) -> Iterator[
             f"{setting} is started by `rolecall train`, for the reward service that it starts, too; remove "
             f"reward.address, or start the server beside that service and set {setting}.address"
         )
-    facts = read_model(section.model, f"{setting}.model")
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(f"{setting}: vLLM, which serves it, is not installed; pip install 'rolecall[rollout]'")
-    if not has_chat_template(section.model):
+    what = f"{setting}.{'reward_model.path' if section.served else 'model'}"
+    facts = read_model(section.path, what)
+    if not has_chat_template(section.path):
         raise ConfigError(
-            f"{setting}.model {section.model}: the tokenizer has no chat template, by which questions become tokens; "
-            "set tokenizer.chat_template and save it"
+            f"{what}: the tokenizer of {section.path} has no chat template, by which conversations become tokens; set "
+            "tokenizer.chat_template and save it"
         )
-    check_server(section, setting)
-    weights = model_bytes(section.model) / section.tensor_parallel_size
+    if section.served is None:
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(f"{setting}: vLLM, which serves it, is not installed; pip install 'rolecall[rollout]'")
+        check_server(section, section.path, setting)
+    weights = model_bytes(section.path) / section.num_workers
     yield (
-        f"{setting}: {section.model}, {facts.architecture}, {facts.num_parameters / 1e6:,.2f}M parameters, "
+        f"{setting}: {section.path}, {facts.architecture}, {facts.num_parameters / 1e6:,.2f}M parameters, "
         f"{_where(section)}, {_memory(section, weights, setting)}; asked by {_askers(settings, name)}; "
         f"{_bind(section, setting)}"
     )
 
 
 def _where(section: ModelServer) -> str:
-    if section.devices:
-        return f"on GPU {' '.join(map(str, section.devices))}"
-    return f"on CPUs{f', {section.tensor_parallel_size} workers' if section.tensor_parallel_size > 1 else ''}"
+    if section.gpus:
+        return f"on GPU {' '.join(map(str, section.gpus))}"
+    return f"on CPUs{f', {section.num_workers} workers' if section.num_workers > 1 else ''}"
 
 
 def _memory(section: ModelServer, weights: float, setting: str) -> str:
-    """Says what each worker takes. ConfigError where the weights are more than its share of a GPU."""
-    if not section.devices:
+    """Says what each worker takes. ConfigError where vLLM's weights are more than its share of a GPU."""
+    if section.served is not None or not section.gpus:
         return f"{in_bytes(weights)} of weights per worker"
     present = gpu_memory_bytes()
-    for device in section.devices:
+    for device in section.gpus:
         room = present.get(device, 0) * section.gpu_memory_utilization
         if 0 < room < weights:
             raise ConfigError(
@@ -70,7 +72,7 @@ def _memory(section: ModelServer, weights: float, setting: str) -> str:
 
 def _askers(settings: RunSettings, name: str) -> str:
     return ", ".join(
-        f"{component} with up to {scorer.max_calls} questions at a time"
+        f"{component} with up to {scorer.max_calls} calls at a time"
         for component, scorer in ((each, part.scorer) for each, part in settings.reward.components.items())
         if isinstance(scorer, ExternalScorer) and scorer.server == name
     )

@@ -78,8 +78,11 @@ def _others(settings: "RunSettings") -> dict[str, tuple[int, ...]]:
     sections: dict[str, ServiceSection] = {"actor": settings.actor, "reward": settings.reward}
     sections |= {"critic": settings.critic} if settings.critic else {}
     sections |= {f"references.{name}": section for name, section in settings.references.items()}
-    sections |= {f"reward.servers.{name}": section for name, section in settings.reward.servers.items()}
-    return {name: section.devices for name, section in sections.items() if section.address is None}
+    servers = {f"reward.servers.{name}": section for name, section in settings.reward.servers.items()}
+    return {
+        **{name: section.devices for name, section in sections.items() if section.address is None},
+        **{name: section.gpus for name, section in servers.items() if section.address is None},
+    }
 
 
 def _check_shared(settings: "RunSettings", rollouts: set[int], others: dict[str, tuple[int, ...]]) -> None:

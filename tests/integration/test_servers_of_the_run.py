@@ -1,7 +1,9 @@
-"""A run that starts the server of its judge itself, vLLM's own with a tiny random model: it learns from the verdicts,
-the server is killed meanwhile, comes back, and nothing is lost and nothing made up.
+"""Runs that start the servers of their scorers themselves: vLLM's own, of a judge with random weights, in a whole run,
+and a reward model's under the real launcher. Each is killed meanwhile and comes back; nothing is lost and nothing made
+up.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -17,10 +19,15 @@ import yaml
 
 from examples.sort_digits.quickstart import read_jsonl
 from rolecall.address import is_loopback_host
+from rolecall.scoring.client import open_external
+from rolecall.scoring.scores import Score
+from rolecall.settings import ExternalScorer, RpcSection, load_settings
+from rolecall.v1 import reward_pb2, trajectory_pb2
 from tests.smallest import smallest_tree
-from tests.tiny_models import write_qwen3
-from tests.twins.launched import wait_until_gone
+from tests.tiny_models import write_qwen3, write_reward_model
+from tests.twins.launched import START_TIMEOUT_S, start_train, wait_until_gone, write_light_config
 
+QUESTION = trajectory_pb2.Message(role="user", content="2 + 2")
 NUM_STEPS = 6
 GROUPS, RESPONSES = 4, 4
 TIMEOUT_S = 600.0
@@ -75,7 +82,7 @@ def listening_beyond_loopback(processes: list[psutil.Process]) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.thorough("test_a_choice_is_a_verdict_and_nothing_else")
+@pytest.mark.thorough("test_a_reward_model_starts_with_the_run_again_when_it_is_killed_and_ends_with_it")
 def test_the_server_of_a_judge_starts_with_the_run_and_again_when_it_is_killed(tmp_path: Path) -> None:
     config, run, said = write_run(tmp_path), tmp_path / "run", tmp_path / "said"
     with said.open("w") as out:
@@ -118,3 +125,59 @@ def test_the_server_of_a_judge_starts_with_the_run_and_again_when_it_is_killed(t
         assert set(verdicts.values()) <= {1.0, 0.25}, "a failure is no verdict"
         assert row["reward"] == pytest.approx(sum(verdicts.values()))
     assert {row["components"]["verdict"] for row in samples} == {1.0, 0.25}
+
+
+async def scored(address: str) -> float:
+    """The score of one response by the reward model at `address`, once it is there."""
+    scorer = ExternalScorer(kind="external", address=address)
+    client, channel = open_external("it", scorer, RpcSection(), timeout_s=10.0, max_attempts=1)
+    item = reward_pb2.ScoreItem(id="1", response_text="4", messages=[QUESTION])
+    deadline = time.monotonic() + START_TIMEOUT_S
+    async with channel:
+        while True:
+            (outcome,) = await client.score([item])
+            if isinstance(outcome, Score):
+                return outcome.value
+            assert time.monotonic() < deadline, outcome
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.timeout(600)
+async def test_a_reward_model_starts_with_the_run_again_when_it_is_killed_and_ends_with_it(tmp_path: Path) -> None:
+    config, run = write_light_config(tmp_path), tmp_path / "run"
+    write_reward_model(tmp_path / "preference")
+    (tmp_path / "preference.yaml").write_text("{path: preference, dtype: float32, num_threads: 1}")
+    tree = yaml.safe_load(config.read_text())
+    tree["reward"] = {
+        "servers": {"preference": {"reward_model": "preference.yaml"}},
+        "components": {"liked": {"scorer": {"kind": "external", "server": "preference"}}},
+    }
+    config.write_text(yaml.safe_dump(tree))
+    train = start_train(config)
+    assert train.stdout is not None
+    said: list[str] = []
+
+    def until(words: str) -> None:
+        for line in train.stdout or ():
+            said.append(line)
+            if words in line:
+                return
+        raise AssertionError("".join(said))
+
+    try:
+        until("waiting for actor, rollouts\n")  # so the reward is there, which waits for its server
+        address = load_settings(run / "config.yaml").reward.servers["preference"].address
+        assert address is not None
+        before = await scored(address)
+        processes = psutil.Process(train.pid).children(recursive=True)
+        os.kill(entry(run, "preference")["pid"], signal.SIGKILL)
+        await asyncio.to_thread(until, "preference was killed by SIGKILL; starting it again")
+        assert await scored(address) == before
+        processes += psutil.Process(train.pid).children(recursive=True)
+        train.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(train.communicate, timeout=60)
+        assert wait_until_gone(processes, 10.0) == []
+    finally:
+        train.kill()
+        train.wait(30)
+        train.stdout.close()
