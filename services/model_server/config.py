@@ -56,7 +56,6 @@ def configure(settings: RunSettings, name: str) -> ServerConfig:
         engine={
             **on_cpus,
             "tensor_parallel_size": section.tensor_parallel_size,
-            "distributed_executor_backend": "uni" if section.tensor_parallel_size == 1 else "mp",
             "gpu_memory_utilization": section.gpu_memory_utilization,
             **section.engine,
         },
