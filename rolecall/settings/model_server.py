@@ -56,8 +56,8 @@ def _reward_model_tree(value: object, info: Any) -> object:
 
 class ModelServer(ServiceSection):
     """A model that the run serves to its scorers: a generative one behind vLLM's OpenAI-compatible server, for judges,
-    or a reward model, for external scorers. Without an `address` the run starts it, on loopback,
-    and starts it again when it ends.
+    or a reward model, for external scorers. Without an `address` the run starts it, on loopback, and starts it again
+    when it ends.
     """
 
     address: HostPort | None = None

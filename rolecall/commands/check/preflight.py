@@ -62,9 +62,9 @@ def preflight(settings: RunSettings) -> Iterator[Iterator[str]]:
     yield from _places(settings)
     if settings.reward.address is None:
         for name, component in settings.reward.placed_components.items():
-            is_elsewhere = component.server is not None and component.server.address
-            if component.server is not None and is_elsewhere and component.scorer.kind != "external":
-                yield _http_scorer(name, component.server, settings)
+            server = component.server
+            if server is not None and server.address and component.scorer.kind != "external":
+                yield _http_scorer(name, server, settings)
     yield from _ports(settings)
     if settings.actor.address is None or settings.rollout.num_replicas:
         yield _weight_ports(settings)
