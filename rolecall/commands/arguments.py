@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 ROLES = ("controller", "actor", "critic", "reference", "reward", "rollout")
-SERVED = (*ROLES, "reward-model")
-"""What `rolecall serve` starts: the roles of a run, and a scorer with a file of its own."""
+SERVED = (*ROLES, "model-server", "reward-model")
+"""What `rolecall serve` starts: the roles of a run, a server that its judges ask, and a scorer with a file of its own.
+"""
 
 _OVERRIDES = "Any key of the file can be overridden: --section.key value (read as YAML), e.g. --run.num_steps 3."
 _TLS_HELP = "for an address: the folder of tls.crt, tls.key and ca.crt"

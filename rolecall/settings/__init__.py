@@ -76,6 +76,7 @@ from rolecall.settings.load import (
     validated,
     with_running_store,
 )
+from rolecall.settings.model_server import ModelServer
 from rolecall.settings.plugin import FunctionName, PluginSection
 from rolecall.settings.presets import (
     ChoiceScorer,
@@ -198,6 +199,7 @@ __all__ = [
     "LoraSection",
     "MegatronSection",
     "ModelSection",
+    "ModelServer",
     "MoeSection",
     "NonNegativeFloat",
     "NonNegativeInt",

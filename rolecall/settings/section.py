@@ -17,6 +17,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SecretStr,
+    ValidationError,
     model_validator,
 )
 
@@ -240,6 +241,14 @@ class Section(BaseModel):
 
 Roots: TypeAlias = Annotated[Literal["system"] | ConfigPath, Field(union_mode="left_to_right")]
 """PEM roots to trust: `system`, or a file."""
+
+
+def problems_of(error: ValidationError) -> str:
+    """Says in one line what is wrong with a tree that is a section of its own, each problem with its key."""
+    return "; ".join(
+        ": ".join([*map(str, item["loc"]), item["msg"].removeprefix("Value error, ")])
+        for item in error.errors(include_url=False)
+    )
 
 
 class AddressSection(Section):
