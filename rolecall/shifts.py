@@ -74,8 +74,12 @@ class ShiftLocks:
         self._files: dict[Side, int] = {side: _open(run_dir, side) for side in SIDES}
 
     def give_to(self, side: Side) -> bool:
-        """Begins the shift of `side`; False while somebody of another one is on the device, whose shift goes on."""
-        if not all(_lock(file, fcntl.LOCK_EX) for other, file in self._files.items() if other != side):
+        """Begins the shift of `side`; False while somebody of another one is on the device, whose shift goes on, also
+        if a controller before this one began it: ranks that load wait there for each other.
+        """
+        others_left = [_lock(file, fcntl.LOCK_EX) for other, file in self._files.items() if other != side]
+        if not all(others_left):
+            _lock(self._files[side], fcntl.LOCK_EX)
             return False
         _unlock(self._files[side])
         return True

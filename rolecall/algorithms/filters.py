@@ -35,6 +35,17 @@ settings change it.
 """
 
 
+def judged_by(section: FiltersSection, rewards_G: Array, components: Mapping[str, Array]) -> Array:
+    """Returns the values that success and signal go by: the component of the filters where it applies to any response,
+    of those alone, else the whole rewards. Arguments as `reason_to_drop`'s.
+    """
+    if section.component is None:
+        return rewards_G
+    values_G = components[section.component]
+    applies_G = ~np.isnan(values_G)
+    return values_G[applies_G] if applies_G.any() else rewards_G
+
+
 def reason_to_drop(
     section: FiltersSection,
     rewards_G: Array,
@@ -52,13 +63,9 @@ def reason_to_drop(
     A group of rewards 0 and 1 has no signal when none or all of its responses are right: 0 < |right| < G is DAPO's
     condition (arXiv:2503.14476, eq. 11).
     """
-    judged = rewards_G
-    if section.component is not None:
-        values_G = components[section.component]
-        applies_G = ~np.isnan(values_G)
-        if applies_G.any():
-            judged = values_G[applies_G]
-            has_signal = bool(np.ptp(judged) > 0)
+    judged = judged_by(section, rewards_G, components)
+    if judged is not rewards_G:
+        has_signal = bool(np.ptp(judged) > 0)
     success_rate = float((judged >= solved_at).mean())
     found = (
         section.without_signal and not has_signal,

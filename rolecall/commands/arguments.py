@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 ROLES = ("controller", "actor", "critic", "reference", "reward", "rollout")
-SERVED = (*ROLES, "reward-model")
-"""What `rolecall serve` starts: the roles of a run, and a scorer with a file of its own."""
+SERVED = (*ROLES, "model-server", "reward-model")
+"""What `rolecall serve` starts: the roles of a run, a server that its judges ask, and a scorer with a file of its own.
+"""
 
 _OVERRIDES = "Any key of the file can be overridden: --section.key value (read as YAML), e.g. --run.num_steps 3."
 _TLS_HELP = "for an address: the folder of tls.crt, tls.key and ca.crt"
@@ -97,10 +98,13 @@ def _add_steering(command: AddCommand) -> None:
             steering.add_argument("--json", action="store_true", help="for programs")
         if name == "stop":
             steering.add_argument("--checkpoint", action="store_true", help="save a checkpoint before ending")
-    profile = command("profile", "have a trainer of a live run record its next steps, and print where the traces are")
+    profile = command("profile", "have a worker of a live run record its next steps, and print where the traces are")
     profile.add_argument("run", metavar="RUN", help=_RUN_HELP)
-    profile.add_argument("--role", required=True, choices=["actor", "critic"], help="which trainer")
-    profile.add_argument("--steps", type=int, default=1, metavar="N", help="steps to record, 1 to 10 (default: 1)")
+    profile.add_argument(
+        "--role", required=True, metavar="WORKER", help="actor, critic, or a rollout by its name, as rollout-0"
+    )
+    steps = "steps to record: of a trainer, 1 to 10 (default: 1), or of a rollout's engine, 1 to 100 (default: 20)"
+    profile.add_argument("--steps", type=int, metavar="N", help=steps)
     profile.add_argument("--tls", type=Path, metavar="DIR", help=_TLS_HELP)
 
 

@@ -41,6 +41,9 @@ WATCH_PAUSE_S = 1.0
 """Seconds between two looks at whether it is back."""
 PROFILE_TIMEOUT_S = 24 * 3600.0
 """Deadline of one `rolecall profile`, which waits for the next steps of the run."""
+ENGINE_STEPS = 20
+"""Steps of a rollout's engine in a profile, unless it is said: each samples a token of every response."""
+_TRAINERS = ("actor", "critic")
 _NOT_ITS_CONTROLLER = (UnavailableError, DeadlineError, UnauthenticatedError)
 """What is heard at the address of a run that is over: nobody, or the controller of another run."""
 _READING = ("status", "watch")
@@ -81,14 +84,17 @@ def steer(command: str, run: str, *, tls: Path | None = None, checkpoint: bool =
         return int(command == "watch" and record.exit_code == 1)
 
 
-def profile(run: Run, role: str, num_steps: int) -> int:
-    """Has a trainer of the run record its next steps, and returns the exit code: 1 when a trace is not there.
+def profile(run: Run, worker: str, num_steps: int | None) -> int:
+    """Has a trainer or a rollout of the run record its next steps, and returns the exit code: 1 when a trace is not
+    there.
 
-    Prints where the traces are and what took the longest. WorkerLostError when the trainer `role` or the run ends
-    before `num_steps` steps were recorded.
+    Prints where the traces are and what took the longest. Without `num_steps` one step of a trainer, or ENGINE_STEPS of
+    a rollout. WorkerLostError when `worker` or the run ends before they were recorded.
     """
+    if num_steps is None:
+        num_steps = 1 if worker in _TRAINERS else ENGINE_STEPS
     try:
-        return asyncio.run(_profile(run, role, num_steps))
+        return asyncio.run(_profile(run, worker, num_steps))
     except WorkerLostError:
         raise
     except _NOT_ITS_CONTROLLER as error:
@@ -233,11 +239,10 @@ def _is_started_again(run: Run) -> bool:
     return run.directory is not None and run.directory.is_dir() and is_under_way(run.directory)
 
 
-async def _profile(run: Run, role: str, num_steps: int) -> int:
-    request = controller_pb2.ProfileTrainerRequest(
-        role=controller_pb2.Role.Value(f"ROLE_{role.upper()}"), num_steps=num_steps
-    )
+async def _profile(run: Run, worker: str, num_steps: int) -> int:
+    request = controller_pb2.ProfileWorkerRequest(worker=worker, num_steps=num_steps)
     console, num_recorded, whole = Console(file=sys.stdout, width=120, soft_wrap=True, highlight=False), 0, True
+    num_answers = num_steps if worker in _TRAINERS else 1
     async with open_channel(run.address, run.rpc) as channel:
         stub = controller_pb2_grpc.ControllerServiceStub(channel)
         status = (await stub.GetRun(controller_pb2.GetRunRequest())).status
@@ -247,26 +252,30 @@ async def _profile(run: Run, role: str, num_steps: int) -> int:
             else ""
         )
         steps = "its next step" if num_steps == 1 else f"its next {num_steps} steps"
-        console.print(f"{status.run}: {role} is asked to record {steps}{paused}; Ctrl-C takes it back")
+        console.print(f"{status.run}: {worker} is asked to record {steps}{paused}; Ctrl-C takes it back")
         try:
-            async for message in stub.ProfileTrainer(request, timeout=PROFILE_TIMEOUT_S):
+            async for message in stub.ProfileWorker(request, timeout=PROFILE_TIMEOUT_S):
                 if not message.HasField("profile"):
                     continue
                 num_recorded += 1
-                _show_profile(console, role, message.profile)
+                _show_profile(console, worker, message.profile)
                 whole &= not any(trace.failure for trace in message.profile.traces)
         except UnavailableError as error:
             raise WorkerLostError(
-                f"{role} was lost or the run ended after {num_recorded} of {num_steps} steps; of a step under way "
-                f"there is no trace ({error.message})"
+                f"{worker} was lost or the run ended after {num_recorded} of {num_answers} traces; of a step under way "
+                f"there is none ({error.message})"
             ) from error
     console.print("open a trace in https://ui.perfetto.dev or chrome://tracing")
     return 0 if whole else 1
 
 
-def _show_profile(console: Console, role: str, profile: training_pb2.StepProfile) -> None:
-    parts = f"{profile.num_microbatches} microbatch{'' if profile.num_microbatches == 1 else 'es'}"
-    console.print(f"step {profile.step}: {parts} of {role} and the optimizer's step after")
+def _show_profile(console: Console, worker: str, profile: training_pb2.StepProfile) -> None:
+    plural = "" if profile.num_passes == 1 else "s"
+    if worker in _TRAINERS:
+        parts = f"{profile.num_passes} microbatch{plural and 'es'}"
+        console.print(f"step {profile.step}: {parts} of {worker} and the optimizer's step after")
+    else:
+        console.print(f"{worker}, version {profile.step}: {profile.num_passes} step{plural} of its engine")
     for rank, trace in enumerate(profile.traces):
         told = f"no trace: {trace.failure}" if trace.failure else f"{trace.path}, {trace.num_bytes / 1e6:.1f} MB"
         console.print(f"  rank {rank}: {told}", markup=False)

@@ -16,7 +16,7 @@ from rolecall.data.model_files import EXPERTS, QWEN3_5_TEXT, has_recurrent_layer
 from rolecall.data.shift_plan import check_cpu_sleep
 from rolecall.data.vllm_files import check_engine_arguments
 from rolecall.errors import ConfigError
-from rolecall.settings import RunSettings
+from rolecall.settings import ModelServer, RunSettings
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions that vLLM's attention on CPUs takes; with another its engine starts, and dies of the first prompt."""
@@ -49,6 +49,14 @@ def check_engine(settings: RunSettings) -> None:
         _check_cpus(settings)
 
 
+def check_server(section: ModelServer, path: Path, setting: str) -> None:
+    """ConfigError when vLLM cannot serve the model at `path` as `section` says, which is `setting` in the file."""
+    check_engine_arguments(section.engine, f"{setting}.engine")
+    _check_split(path, section.tensor_parallel_size, setting)
+    if not section.devices:
+        _check_cpu_attention(path, section.engine.get("block_size"), f"{setting}.model", setting)
+
+
 def num_cached_per_token(path: Path, num_tensor: int, num_stages: int) -> int:
     """Numbers that a worker of a rollout keeps of each token, keys and values of the largest stage; 0 where other
     attention may keep fewer than every layer's.
@@ -71,14 +79,14 @@ def _check_stages(path: Path, num_stages: int) -> None:
         )
 
 
-def _check_split(path: Path, num_workers: int) -> None:
-    """ConfigError when a rollout of the model at `path` cannot split its attention over `num_workers`."""
+def _check_split(path: Path, num_workers: int, setting: str = "rollout") -> None:
+    """ConfigError when vLLM cannot split the attention of the model at `path` over `num_workers` of `setting`."""
     text = text_config(path)
     heads, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
     uneven = isinstance(heads, int) and heads % num_workers
     if uneven or (isinstance(keys, int) and keys % num_workers and num_workers % max(keys, 1)):
         raise ConfigError(
-            f"rollout.tensor_parallel_size {num_workers}: the model at {path} has num_attention_heads {heads} and "
+            f"{setting}.tensor_parallel_size {num_workers}: the model at {path} has num_attention_heads {heads} and "
             f"num_key_value_heads {keys}; choose a divisor of the first that divides the second or is a multiple of it"
         )
 
@@ -121,23 +129,25 @@ def _check_gpus(settings: RunSettings) -> None:
         )
 
 
-def _check_cpu_attention(path: Path, block_size: JsonValue) -> None:
-    """ConfigError when vLLM cannot run the model at `path` on CPUs, or not with rollout.engine's `block_size`. For
-    latent attention it takes its own in place of that.
+def _check_cpu_attention(
+    path: Path, block_size: JsonValue, model: str = "model.path", setting: str = "rollout"
+) -> None:
+    """ConfigError when vLLM cannot run the model at `path` on CPUs, or not with the `block_size` of the engine of
+    `setting`. For latent attention it takes its own in place of that.
     """
     head_dim = _head_dim(text_config(path))
     if head_dim is None:
         return
     if isinstance(block_size, int) and (block_size < 1 or block_size % CPU_BLOCK_TOKENS):
         raise ConfigError(
-            f"rollout.engine.block_size {block_size} is no multiple of {CPU_BLOCK_TOKENS}, which vLLM's attention "
+            f"{setting}.engine.block_size {block_size} is no multiple of {CPU_BLOCK_TOKENS}, which vLLM's attention "
             "needs on CPUs; give one, or remove it"
         )
     if head_dim not in CPU_HEAD_DIMS:
         raise ConfigError(
-            f"model.path {path}: head_dim {head_dim} is not one that vLLM's attention takes on CPUs "
+            f"{model} {path}: head_dim {head_dim} is not one that vLLM's attention takes on CPUs "
             f"({', '.join(map(str, CPU_HEAD_DIMS))}); "
-            "use another model, or give rollout.devices"
+            f"use another model, or give {setting}.devices"
         )
 
 

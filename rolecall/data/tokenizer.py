@@ -228,6 +228,15 @@ def read_template(path: Path | None) -> str | None:
     return text
 
 
+def has_chat_template(path: Path) -> bool:
+    """Whether the tokenizer in the model directory `path` has a chat template, by its files alone. ConfigError for one
+    that is no JSON.
+    """
+    config = path / TOKENIZER_CONFIG
+    _check_json(config)
+    return (path / TEMPLATE).is_file() or bool(config.is_file() and parse_json(config.read_text()).get("chat_template"))
+
+
 def _digest(tree: Any) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 

@@ -11,9 +11,9 @@ from rolecall.errors import ConfigError
 from rolecall.terminal import did_you_mean
 
 
-def check_engine_arguments(given: Iterable[str]) -> None:
-    """ConfigError names the argument of `rollout.engine` that the installed vLLM does not have. Where vLLM is not
-    installed nothing is known; the replica asks again.
+def check_engine_arguments(given: Iterable[str], setting: str = "rollout.engine") -> None:
+    """ConfigError names the argument of `setting` that the installed vLLM does not have. Where vLLM is not installed
+    nothing is known; the replica asks again.
     """
     unknown = sorted(set(given))
     body = _source("engine/arg_utils.py") if unknown else None
@@ -29,7 +29,7 @@ def check_engine_arguments(given: Iterable[str]) -> None:
     for name in unknown:
         if name not in known:
             raise ConfigError(
-                f"rollout.engine.{name} is no argument of the installed vLLM{did_you_mean(name, known)}; correct or "
+                f"{setting}.{name} is no argument of the installed vLLM{did_you_mean(name, known)}; correct or "
                 "remove it"
             )
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from rolecall.launcher.processes import Start
+from rolecall.launcher.processes import MODEL_SERVERS, Start
 from rolecall.settings import ControllerSection
 from rolecall.shifts import Side, is_shift_of
 from rolecall.v1 import controller_pb2
@@ -79,7 +79,7 @@ class Joining:
                 yield status.worker, f"{status.worker} was given up by the controller ({status.lost}) and killed"
         members = {status.incarnation for status in workers}
         for name, start in running.items():
-            if start.worker.role == "controller" or start.incarnation in members or name in done:
+            if start.worker.role in ("controller", *MODEL_SERVERS) or start.incarnation in members or name in done:
                 continue
             told_at = self._told_at.get(start.incarnation)
             waited_s = time.monotonic() - max(self._begun_at(start), heard_since, told_at or 0.0)

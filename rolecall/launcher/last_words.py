@@ -12,6 +12,9 @@ LOG_TAIL_BYTES = 2**18
 """Bytes at the end of a log that are read; logs grow for days."""
 
 _LAST_WORD = re.compile(r"^\S+ failed: ")
+_ABOVE = "See root cause above."
+"""The word with which vLLM's server fails of what another of its processes said before, among much else."""
+_CAUSE = re.compile(r"^\(\w+ pid=\d+\) ERROR [^\[]*\[[^\]]+\] (\w+(?:Error|Exception)\b.*)")
 
 
 def describe_failure(worker: Worker, code: int) -> str:
@@ -33,7 +36,8 @@ def _how_it_ended(code: int) -> str:
 
 def final_line(worker: Worker) -> str:
     """The one line in which a role says why it failed; empty when it said none."""
-    return next((line for line in _recent(worker) if _LAST_WORD.match(line)), "")
+    lines = _recent(worker)
+    return next((_with_cause(line, lines) for line in lines if _LAST_WORD.match(line)), "")
 
 
 def last_words(lines: Sequence[str]) -> Sequence[str]:
@@ -45,13 +49,19 @@ def last_words(lines: Sequence[str]) -> Sequence[str]:
     recent = _since_the_last_start(lines)
     for index, line in enumerate(recent):
         if _LAST_WORD.match(line):
-            return recent[max(0, index + 1 - LOG_TAIL_LINES) : index + 1]
+            return [*recent[max(0, index + 1 - LOG_TAIL_LINES) : index], _with_cause(line, recent)]
         if line.startswith("Fatal Python error: "):
             return recent[index : index + LOG_TAIL_LINES]  # the thread that crashed comes first
     starts = [index for index, line in enumerate(recent) if line.startswith("Traceback (most recent call last)")]
     if starts:
         return recent[starts[-1] :][-LOG_TAIL_LINES:]
     return recent[-LOG_TAIL_LINES:]
+
+
+def _with_cause(line: str, lines: Sequence[str]) -> str:
+    """`line`, with the first error of vLLM's processes in `lines` where it is all that the line says."""
+    causes = [found[1] for found in map(_CAUSE.match, lines) if found] if _ABOVE in line else []
+    return line.replace(_ABOVE, f"The root cause: {causes[0].rstrip('.')}.") if causes else line
 
 
 def _since_the_last_start(lines: Sequence[str]) -> list[str]:

@@ -28,8 +28,12 @@ def note_placed(configured: RunSettings, resolved: RunSettings) -> None:
     }
     if configured.critic is not None and resolved.critic is not None:
         sections["critic"] = (configured.critic, resolved.critic)
-    placed = {name: _added(*pair) for name, pair in sections.items()}
+    placed: dict[str, dict[str, Any]] = {name: _added(*pair) for name, pair in sections.items()}
     references = {name: _added(before, resolved.references[name]) for name, before in configured.references.items()}
+    servers = {
+        name: _added(before, resolved.reward.servers[name]) for name, before in configured.reward.servers.items()
+    }
+    placed["reward"] = {**placed["reward"], "servers": servers}
     replace_text(resolved.run.dir / FILE, json.dumps({**placed, "references": references}) + "\n")
 
 
@@ -59,7 +63,7 @@ def load_unplaced_tree(path: Path, overrides: Sequence[str], recipe: str | None)
     return complete_tree(tree, path.parent, overrides, recipe)
 
 
-def _added(before: AddressSection, after: AddressSection) -> dict[str, str | None]:
+def _added(before: AddressSection, after: AddressSection) -> dict[str, Any]:
     pairs = {"address": (before.address, after.address), "bind": (before.bind, after.bind)}
     return {field: added for field, (given, added) in pairs.items() if given != added}
 

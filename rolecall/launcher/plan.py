@@ -26,7 +26,15 @@ from rolecall.errors import ConfigError, NotFoundError, RunExistsError, RunLocke
 from rolecall.identity import newest_checkpoint
 from rolecall.launcher.processes import Worker
 from rolecall.rpc.tokens import FOLDER
-from rolecall.settings import AddressSection, JobSection, RunSettings, ServiceSection, SftSettings, TrainerSection
+from rolecall.settings import (
+    AddressSection,
+    JobSection,
+    RewardModelSettings,
+    RunSettings,
+    ServiceSection,
+    SftSettings,
+    TrainerSection,
+)
 from rolecall.shifts import FOLDER as SHIFTS
 from rolecall.store.embedded import discard_store
 from rolecall.store.users import ROLES as STORE_ROLES
@@ -201,16 +209,20 @@ def _lock(directory: Path) -> int:
 
 
 def resolve(settings: RunSettings) -> RunSettings:
-    """`settings` with an address for every role, free ports of loopback for local ones. ConfigError when roles that
-    take shifts on shared devices are not all local.
+    """`settings` with an address for every role and server, free ports of loopback for local ones. ConfigError when
+    roles that take shifts on shared devices are not all local.
     """
     _require_local_shifts(settings)
-    ports = _free_ports(4 + len(settings.references))
+    servers = settings.reward.servers
+    ports = _free_ports(4 + len(settings.references) + len(servers))
+    reward = settings.reward.model_copy(
+        update={"servers": {name: _placed(section, ports) for name, section in servers.items()}}
+    )
     changes: dict[str, Any] = {
         "controller": _placed(settings.controller, ports),
         "actor": _placed(settings.actor, ports),
         "references": {name: _placed(section, ports) for name, section in settings.references.items()},
-        "reward": _placed(settings.reward, ports),
+        "reward": _placed(reward, ports),
     }
     if settings.critic is not None:
         changes["critic"] = _placed(settings.critic, ports)
@@ -262,13 +274,18 @@ def _left_out(settings: RunSettings | SftSettings) -> dict[str, Any]:
 def plan_workers(
     configured: RunSettings, resolved: RunSettings, store_url_of: Callable[[str], str], package: str = "services"
 ) -> list[Worker]:
-    """The processes of the roles that `configured` gives no address, controller first: each is `python -m
+    """The processes of the roles and servers that `configured` gives no address, controller first: each is `python -m
     <package>.<role>`, with the URL of the store for its role.
     """
     metrics = metrics_binds(configured)
+    servers = [
+        ("model_server" if section.served is None else "reward_model", name, section.served or section)
+        for name, section in configured.reward.servers.items()
+        if section.address is None
+    ]
     return [
         _worker(f"{package}.{role}", name, resolved, store_url_of, section, metrics.get(name))
-        for role, name, section in _local_roles(configured)
+        for role, name, section in [*_local_roles(configured), *servers]
     ]
 
 
@@ -317,10 +334,11 @@ def _worker(
     arguments = [module, str(resolved.run.dir / "config.yaml"), "--name", name]
     arguments += ["--telemetry.metrics_bind", metrics_bind] if metrics_bind is not None else []
     num_ranks = section.num_ranks if isinstance(section, TrainerSection) else 1
+    num_threads = (section if isinstance(section, RewardModelSettings) else resolved.actor).num_threads
     # "1", not our pid: the role's own children (ranks under torchrun, engine processes) read it too and are tied to
     # their own parent.
     environment = {
-        **role_environment(section, resolved.actor.num_threads),
+        **role_environment(section, num_threads),
         # empty for a reward service, which runs code of others: it may not inherit ours
         "ROLECALL_STORE_URL": store_url_of(role) if role in STORE_ROLES else "",
         "ROLECALL_STORE_URL_FILE": "",

@@ -27,6 +27,8 @@ STOP_TIMEOUT_S = 6.0
 
 FINAL_CODES = frozenset({FINAL, USAGE})
 """Exit codes after which starting a role again cannot help."""
+MODEL_SERVERS = ("model_server", "reward_model")
+"""Roles of the servers of scorers, which join no controller."""
 STARTED = "=== started"
 """Begins a log's line where a process started; a restarted role and a resumed run go on in the same file."""
 

@@ -2,9 +2,9 @@
 with it.
 
 Owns `rolecall train` from the resolved configuration to the exit code, and the rules of restarting: by exit code
-(`rolecall/rpc/role_process.py`), by the controller's word that a worker is lost, by silence of the controller and of
-the store, within a budget. Decides nothing about the run: the controller does. A role that has an address runs
-elsewhere and is not ours to start again.
+(`rolecall/rpc/role_process.py`), by the controller's word that a worker is lost, by silence of the controller, of the
+store and of model servers, within a budget. Decides nothing about the run: the controller does. A role that has an
+address runs elsewhere and is not ours to start again.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from rolecall.launcher.last_words import describe_failure, say_end
 from rolecall.launcher.placed import note_placed
 from rolecall.launcher.plan import plan_workers, prepare_run_dir, resolve, write_config
 from rolecall.launcher.probes import Probes
-from rolecall.launcher.processes import FINAL_CODES, Processes, Worker
+from rolecall.launcher.processes import FINAL_CODES, MODEL_SERVERS, Processes, Worker
 from rolecall.launcher.progress import LONG_WAIT_S, Steady, View
 from rolecall.launcher.restarts import GivenUp, RestartBudget
 from rolecall.launcher.run_record import INTERRUPTED, keep_record
@@ -241,6 +241,8 @@ class Supervisor:
         start = self._processes.start(worker)
         if worker.role == "controller":
             self._probes.ask_controller(start)
+        elif worker.role in MODEL_SERVERS:
+            self._probes.ask_model_server(start)
 
     async def _start_store(self) -> EmbeddedStore:
         resolved = self._resolved

@@ -46,6 +46,16 @@ def require_paths_under(tree: dict[str, Any], settings: RunSettings, folders: Se
             )
 
 
+def require_no_servers(settings: RunSettings) -> None:
+    """ConfigError for a run that starts servers for its scorers: nothing here places them."""
+    for name, section in settings.reward.servers.items():
+        if section.address is None:
+            raise ConfigError(
+                f"reward.servers.{name} is started by `rolecall train` alone, on its machine; start a server of its "
+                "model beside this run, and name its address in the scorer, in place of server"
+            )
+
+
 def local_roles(tree: dict[str, Any]) -> list[str]:
     """The roles of the file's `tree` that have no address, so that somebody must start them: controller, reward, actor,
     critic and the references, by their names.

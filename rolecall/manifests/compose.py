@@ -14,6 +14,7 @@ from rolecall.manifests.completed import (
     local_roles,
     nodes_of,
     replicas_of,
+    require_no_servers,
     require_paths_under,
     trainers_of,
     with_certificates,
@@ -38,6 +39,7 @@ def compose(tree: dict[str, Any], file: Path) -> dict[str, str]:
     containers could not hold.
     """
     here, local = validated(tree, file), local_roles(tree)
+    require_no_servers(here)
     _ = here.run.total_steps  # of a file whose epochs nobody counted, ConfigError here and not from each container
     _require_one_machine(here, local)
     services = {name: _service(name, here, local) for name in local}

@@ -21,6 +21,7 @@ from rolecall.manifests.completed import (
     local_roles,
     nodes_of,
     replicas_of,
+    require_no_servers,
     require_paths_under,
     trainers_of,
 )
@@ -63,6 +64,7 @@ def kubernetes(tree: dict[str, Any], file: Path) -> dict[str, str]:
     local, mesh = local_roles(tree), bool((tree.get("rpc") or {}).get("behind_mesh"))
     done = complete_for_cluster(tree, {name: _host(name, mesh) for name in local})
     settings = _with_pauses(done, validated(done, file), file)
+    require_no_servers(settings)
     _ = settings.run.total_steps  # of a file whose epochs nobody counted, ConfigError here and not from each pod
     _require_names(settings)
     require_paths_under(tree, settings, (DATA, RUNS, TLS_FOLDER, ENVIRONMENT_FOLDER))

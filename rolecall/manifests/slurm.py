@@ -19,6 +19,7 @@ from rolecall.manifests.completed import (
     local_roles,
     nodes_of,
     replicas_of,
+    require_no_servers,
     trainers_of,
     with_certificates,
     with_full_paths,
@@ -48,6 +49,7 @@ def slurm(tree: dict[str, Any], file: Path) -> dict[str, str]:
     done = with_full_paths(done, file)
     done["rpc"] = with_certificates(tree, "tls/{role}")
     settings = validated(done, file)
+    require_no_servers(settings)
     _ = settings.run.total_steps  # of a file whose epochs nobody counted, ConfigError here and not from each role
     _require_an_allocation(tree, settings, local)
     devices = settings.rollout.devices or ((),) * replicas_of(tree)

@@ -123,6 +123,8 @@ class Membership:
         self._loop_turned = True
         self._ctl = 0
         self._heard = False
+        self._is_over = False
+        """Whether the controller said that the run is over: it may be gone at any time."""
         self._stopping = threading.Event()
         self._leaves = False
         self._channel: grpc.Channel | None = None
@@ -255,13 +257,13 @@ class Membership:
         except WorkerLostError:
             raise
         except RoleCallError as error:
-            if self._heard:
+            if self._heard and not self._is_over:
                 logger.warning("heartbeats are not heard; waiting for the controller: %s", error.message)
             self._heard = False
             return period_s
         if not self._heard:
             logger.info("heartbeats are heard again")
-        self._heard = True
+        self._heard, self._is_over = True, answer.over
         if answer.over and not self._launched:
             logger.info("the run is over")
             self._stopping.set()

@@ -41,7 +41,6 @@ from rolecall.settings.algorithm.losses import (
 )
 from rolecall.settings.algorithm.shaping import CurriculumSection, FiltersSection, OverlongSection, ShapingSection
 from rolecall.settings.code import CodeScorer, LanguageSection
-from rolecall.settings.conditions import may_meet
 from rolecall.settings.data import (
     DataSection,
     Dtype,
@@ -77,6 +76,7 @@ from rolecall.settings.load import (
     validated,
     with_running_store,
 )
+from rolecall.settings.model_server import ModelServer
 from rolecall.settings.plugin import FunctionName, PluginSection
 from rolecall.settings.presets import (
     ChoiceScorer,
@@ -113,6 +113,7 @@ from rolecall.settings.section import (
     Section,
     ServiceSection,
     UnitFloat,
+    may_meet,
 )
 from rolecall.settings.services import (
     ControllerSection,
@@ -199,6 +200,7 @@ __all__ = [
     "LoraSection",
     "MegatronSection",
     "ModelSection",
+    "ModelServer",
     "MoeSection",
     "NonNegativeFloat",
     "NonNegativeInt",

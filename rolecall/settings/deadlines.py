@@ -159,11 +159,13 @@ class _Derivation:
         return self._say(weights, "weights", "publish_timeout_s", 600 + num_bytes / WIRE_BYTES_PER_S + waited_s, sent)
 
     def _controller(self, publish_s: float) -> None:
-        settings, largest = self._settings, max(self._bytes.values())
-        base_s, on = (GPU_START_S, "GPUs") if self._uses_gpus else (CPU_START_S, "CPUs")
+        settings, servers = self._settings, self._settings.reward.servers.values()
+        largest = max(*self._bytes.values(), *(model_bytes(section.path) for section in servers), 0)
+        on_gpus = self._uses_gpus or any(section.gpus for section in servers)
+        base_s, on = (GPU_START_S, "GPUs") if on_gpus else (CPU_START_S, "CPUs")
         read = f"{on}, {base_s:g} s and {_size(largest)} of the largest model at {DISK_BYTES_PER_S / 1e6:g} MB/s"
-        read_s = loading_s(largest, on_gpus=self._uses_gpus)
-        if settings.actor.torch_compile and not self._uses_gpus:  # of GPUs it is part of GPU_START_S
+        read_s = loading_s(largest, on_gpus=on_gpus)
+        if settings.actor.torch_compile and not on_gpus:  # of GPUs it is part of GPU_START_S
             read, read_s = f"{read}, and {GPU_HANG_S:g} s to compile layers", read_s + GPU_HANG_S
         start_s = self._say(settings.controller, "controller", "start_timeout_s", read_s, read)
         longest_s = max(start_s, publish_s)

@@ -17,12 +17,13 @@ from pydantic import (
 )
 
 from rolecall.settings.code import CodeScorer
-from rolecall.settings.conditions import Conditions, holds
+from rolecall.settings.model_server import ModelServer
 from rolecall.settings.presets import PresetScorer
 from rolecall.settings.rubric import Rubric, rubric_tree
 from rolecall.settings.section import (
     FEW_CALLS,
     MANY_CALLS,
+    Conditions,
     ConfigPath,
     NonNegativeInt,
     Pattern,
@@ -31,6 +32,8 @@ from rolecall.settings.section import (
     Section,
     ServiceSection,
     address_of,
+    holds,
+    problems_of,
     url_of,
 )
 
@@ -189,6 +192,13 @@ class ExternalScorer(ScorerServer):
 
     kind: Literal["external", "judge", "openrlhf", "trl", "kserve"] = "external"
     """The scorer that this section chooses."""
+    address: str = ""
+    """Where it is, unless it names a `server`. Of external a gRPC target; of the others an http:// or https:// URL: of
+    a judge the one that ends in /v1, of kserve the model's, as in http://host:8080/v2/models/name, or
+    grpc://host:8081/name.
+    """
+    server: str | None = None
+    """Name under `reward.servers` of the server that a judge or an external scorer asks, in place of an address."""
     range: tuple[float, float] | None = None
     """Least and greatest value of openrlhf, trl and kserve, which do not say it themselves; absent: any finite number
     is believed.
@@ -208,9 +218,34 @@ class ExternalScorer(ScorerServer):
         """The path below its URL at which an HTTP server says that it is there."""
         return "/models" if self.kind == "judge" else ""
 
+    def at(self, name: str, server: ModelServer) -> Self:
+        """Returns it with the address of `server`, its own, empty while that has none. A judge gets the name that the
+        server has for its model, too.
+        """
+        address = server.address or ""
+        if self.kind == "external":
+            return self.model_copy(update={"address": address})
+        rubric = {**(self.rubric or {}), "model": self.asked.model or name}
+        return self.model_copy(update={"address": address and f"http://{address}/v1", "rubric": rubric})
+
     @model_validator(mode="after")
     def _reached_as_its_kind_is(self) -> Self:
-        if self.kind == "external":
+        if (self.server is None) == (not self.address):
+            has_servers = self.kind in ("judge", "external")
+            raise ValueError(
+                f"address: {self.kind} needs one{', or a server of the run' if has_servers else ''}; give where it is"
+                if self.server is None
+                else "server: it has the address; remove one of the two"
+            )
+        if self.server is not None:
+            if self.kind not in ("judge", "external"):
+                raise ValueError(
+                    f"server: the run starts those of judges and external scorers alone; start that of {self.kind} and "
+                    "give its address"
+                )
+            if self.tls:
+                raise ValueError("server: the run calls it on loopback; remove ca_file and bearer_token_file")
+        elif self.kind == "external":
             address_of(self.address)
         else:
             url_of(self.address, ("http", "https", "grpc", "grpcs") if self.kind == "kserve" else ("http", "https"))
@@ -225,13 +260,11 @@ class ExternalScorer(ScorerServer):
     @model_validator(mode="after")
     def _rubric_is_one(self) -> Self:
         try:
-            _ = self.rubric is None or self.asked
+            nameless = self.rubric is not None and not self.asked.model
         except ValidationError as error:
-            problems = (
-                ": ".join([*map(str, item["loc"]), item["msg"].removeprefix("Value error, ")])
-                for item in error.errors(include_url=False)
-            )
-            raise ValueError(f"rubric: {'; '.join(problems)}") from error
+            raise ValueError(f"rubric: {problems_of(error)}") from error
+        if nameless and self.server is None:
+            raise ValueError("rubric: model is missing, by which the server at the address knows it; add it")
         return self
 
     @property
@@ -345,6 +378,8 @@ class RewardSection(ServiceSection):
 
     components: dict[str, RewardComponent] = {}
     """Named parts; the reward is the weighted sum of those that apply to the prompt."""
+    servers: dict[str, ModelServer] = {}
+    """Models that the run serves to its scorers, by the names that these give as `server`."""
     num_workers: PositiveInt = 2
     """Killable worker processes of the local service."""
     search_path: ConfigPath = Path(".")
@@ -380,6 +415,16 @@ class RewardSection(ServiceSection):
         return self.ca_file is not None or self.bearer_token_file is not None
 
     @property
+    def placed_components(self) -> dict[str, RewardComponent]:
+        """The components, each scorer of a server with that server's address; empty while it has none."""
+        return {
+            name: component.model_copy(update={"scorer": scorer.at(scorer.server, self.servers[scorer.server])})
+            if isinstance(scorer := component.scorer, ExternalScorer) and scorer.server is not None
+            else component
+            for name, component in self.components.items()
+        }
+
+    @property
     def may_have_token_rewards(self) -> bool:
         """Whether some scorer may give them; what one elsewhere gives is not known before it is asked."""
         scorers = [component.scorer for component in self.components.values()]
@@ -409,6 +454,30 @@ class RewardSection(ServiceSection):
                 raise ValueError(
                     f"components: {name} is the name of two, for parts are reported as COMPONENT/PART; rename one"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_are_named(self) -> Self:
+        scorers = [component.scorer for component in self.components.values()]
+        named = {scorer.server for scorer in scorers if isinstance(scorer, ExternalScorer)}
+        for name, component in self.components.items():
+            scorer = component.scorer
+            if not isinstance(scorer, ExternalScorer) or scorer.server is None:
+                continue
+            if scorer.server not in self.servers:
+                raise ValueError(
+                    f"components.{name}.scorer.server {scorer.server!r} is not under servers ({sorted(self.servers)}); "
+                    "add it"
+                )
+            key = "model" if scorer.kind == "judge" else "reward_model"
+            if getattr(self.servers[scorer.server], key) is None:
+                raise ValueError(
+                    f"components.{name}.scorer.server: what {scorer.kind} asks is a server with a {key}, and "
+                    f"servers.{scorer.server} has none; name another, or correct the kind"
+                )
+        for server in self.servers:
+            if server not in named:
+                raise ValueError(f"servers.{server} is named by no scorer; remove it, or name it as scorer.server")
         return self
 
     @model_validator(mode="after")

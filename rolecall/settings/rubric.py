@@ -56,10 +56,12 @@ class Rubric(Section):
     tokens.
     """
 
-    model: str
-    """Name of the judge's model, as its server knows it."""
     template: str
     """Text of the one message that the judge is sent."""
+    model: str = ""
+    """Name of the judge's model, as its server knows it. A server that the run starts (scorer.server) answers to this
+    name, and needs none.
+    """
     verdicts: dict[str, float] = {}
     """What the judge may say, at least two, and what each is worth. With `scope: group` they are first, second, tie."""
     scope: Literal["item", "group"] = "item"

@@ -209,6 +209,7 @@ class RunSettings(Section):
         where rollouts share GPUs with the trainers, and `offload` of the references there.
         """
         trainers.check_deltas(self)
+        roles.check_servers(self)
         roles.check_roles(self)
         evaluation.check_images(self)
         sampler.check_determinism(self)

@@ -1,7 +1,10 @@
-"""The parts that all sections are made of: the frozen base, and types of fields that several of them use."""
+"""The parts that all sections are made of: the frozen base, types of fields that several of them use, and which prompts
+a section is for.
+"""
 
 import os
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
@@ -17,6 +20,11 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SecretStr,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
     model_validator,
 )
 
@@ -242,6 +250,14 @@ Roots: TypeAlias = Annotated[Literal["system"] | ConfigPath, Field(union_mode="l
 """PEM roots to trust: `system`, or a file."""
 
 
+def problems_of(error: ValidationError) -> str:
+    """Says in one line what is wrong with a tree that is a section of its own, each problem with its key."""
+    return "; ".join(
+        ": ".join([*map(str, item["loc"]), item["msg"].removeprefix("Value error, ")])
+        for item in error.errors(include_url=False)
+    )
+
+
 class AddressSection(Section):
     """The address of a role, and where it listens."""
 
@@ -314,3 +330,33 @@ class ScorerServer(Section):
     def look_path(self) -> str:
         """The path below its URL at which an HTTP server says that it is there."""
         return ""
+
+
+FieldValue: TypeAlias = StrictBool | StrictInt | StrictFloat | StrictStr
+"""A value of a prompt's field: text, a number, true or false."""
+Conditions: TypeAlias = dict[str, FieldValue | Annotated[tuple[FieldValue, ...], Field(min_length=1)]]
+"""Fields of the data set, each with the value that it must hold, or with several of which it must hold one."""
+
+
+def holds(when: Conditions, metadata: Mapping[str, object]) -> bool:
+    """Whether a prompt with these fields meets all conditions."""
+    return all(any(_equal(metadata.get(field), value) for value in _values(wanted)) for field, wanted in when.items())
+
+
+def may_meet(one: Conditions, other: Conditions) -> bool:
+    """Whether a prompt can meet the conditions of both: no field that both name must hold other values for each."""
+    return all(
+        any(_equal(found, wanted) for found in _values(one[field]) for wanted in _values(other[field]))
+        for field in one.keys() & other.keys()
+    )
+
+
+def _values(wanted: FieldValue | tuple[FieldValue, ...]) -> tuple[FieldValue, ...]:
+    return wanted if isinstance(wanted, tuple) else (wanted,)
+
+
+def _equal(found: object, wanted: FieldValue) -> bool:
+    """Whether a field's value is the wanted one. 1 and 1.0 are equal, which a message does not tell apart; true is no
+    number.
+    """
+    return isinstance(found, bool) == isinstance(wanted, bool) and found == wanted

@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from rolecall.settings.conditions import Conditions, holds
 from rolecall.settings.engine_arguments import EngineArguments
 from rolecall.settings.plugin import PluginSection
 from rolecall.settings.section import (
     Address,
     AddressSection,
+    Conditions,
     ConfigPath,
     HostPort,
     MlflowUri,
@@ -23,6 +23,7 @@ from rolecall.settings.section import (
     Section,
     StoreUrl,
     UnitFloat,
+    holds,
 )
 
 PROBE_ROOM = 512

@@ -112,6 +112,12 @@ class Ledger:
         """Remembers whether nothing is to be admitted, for the controller that comes next."""
         self._call("pause", int(paused))
 
+    def evaluated(self, step: int) -> None:
+        """Remembers that the evaluation of the weights after `step` steps was recorded, for the controller that comes
+        next.
+        """
+        self._call("evaluated", step)
+
     def beat(self) -> None:
         """Our heartbeat; at least every lease_s / 3."""
         self._call("beat")
@@ -245,6 +251,7 @@ class Ledger:
             point.cursor,
             point.trained,
             point.algorithm_state,
+            point.evaluated_step,
             *dropped,
         ]
         return int(self._call("start_lineage", point.lineage, *state).values[0])

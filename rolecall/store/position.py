@@ -100,6 +100,8 @@ class RunPosition:
     """The data cursor after the last admitted group."""
     algorithm_state: bytes = b""
     """What the algorithm carries into the next step, as the controller encoded it; empty when nothing adapts."""
+    evaluated_step: int = -1
+    """Steps applied at the last evaluation that was recorded; -1 before the first."""
     admitted: int = 0
     """Groups admitted."""
     trained: int = 0

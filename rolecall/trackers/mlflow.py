@@ -1,5 +1,6 @@
 """MLflow, by its own library."""
 
+import hashlib
 import json
 import re
 import time
@@ -65,9 +66,20 @@ class MlflowTracker:
 
 
 def metric_name(name: str) -> str:
-    """`name` as MLflow takes it: `eval/x/mean@1` becomes `eval/x/mean_1`.
+    """`name` as MLflow takes it: `eval/x/mean@1` becomes `eval/x/mean_1`. Another part of it that is refused gets a
+    digest in the place of what it loses, so that two names stay two.
 
     Its names are paths, of letters, digits and `_-. :` between slashes.
     """
-    parts = [re.sub(r"[^\w\-. :]", "_", part, flags=re.ASCII) for part in name.split("/")]
-    return "/".join(part for part in parts if part not in ("", ".", ".."))[:MAX_NAME_CHARS] or "_"
+    taken = "/".join(map(_part, re.sub(r"@(?=\d+$)", "_", name).split("/")))
+    return taken if len(taken) <= MAX_NAME_CHARS else f"{taken[: MAX_NAME_CHARS - 9]}-{_digest(name)}"
+
+
+def _part(part: str) -> str:
+    taken = re.sub(r"[^\w\-. :]", "_", part, flags=re.ASCII)
+    return part if taken == part and part not in ("", ".", "..") else f"{taken.strip('.')}-{_digest(part)}"
+
+
+def _digest(text: str) -> str:
+    """8 hex digits."""
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

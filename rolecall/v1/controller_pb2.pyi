@@ -706,34 +706,34 @@ class SaveCheckpointResponse(_message.Message):
 Global___SaveCheckpointResponse: _TypeAlias = SaveCheckpointResponse  # noqa: Y015
 
 @_typing.final
-class ProfileTrainerRequest(_message.Message):
-    """Asks for traces of a trainer's next steps."""
+class ProfileWorkerRequest(_message.Message):
+    """Asks for traces of a worker's next steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ROLE_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
-    role: Global___Role.ValueType
-    """The trainer: ROLE_ACTOR or ROLE_CRITIC."""
+    worker: _builtins.str
+    """"actor", "critic" or a rollout by its name, as "rollout-0"."""
     num_steps: _builtins.int
-    """Steps to record, 1 to 10."""
+    """Steps to record, as in ProfileRequest."""
     def __init__(
         self,
         *,
-        role: Global___Role.ValueType = ...,
+        worker: _builtins.str = ...,
         num_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ProfileTrainerRequest: _TypeAlias = ProfileTrainerRequest  # noqa: Y015
+Global___ProfileWorkerRequest: _TypeAlias = ProfileWorkerRequest  # noqa: Y015
 
 @_typing.final
-class ProfileTrainerResponse(_message.Message):
-    """A step was recorded, or the request still waits."""
+class ProfileWorkerResponse(_message.Message):
+    """Something was recorded, or the request still waits."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -753,4 +753,4 @@ class ProfileTrainerResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ProfileTrainerResponse: _TypeAlias = ProfileTrainerResponse  # noqa: Y015
+Global___ProfileWorkerResponse: _TypeAlias = ProfileWorkerResponse  # noqa: Y015

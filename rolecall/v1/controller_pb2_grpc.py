@@ -75,10 +75,10 @@ class ControllerServiceStub:
                 request_serializer=rolecall_dot_v1_dot_controller__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=rolecall_dot_v1_dot_controller__pb2.SaveCheckpointResponse.FromString,
                 _registered_method=True)
-        self.ProfileTrainer = channel.unary_stream(
-                '/rolecall.v1.ControllerService/ProfileTrainer',
-                request_serializer=rolecall_dot_v1_dot_controller__pb2.ProfileTrainerRequest.SerializeToString,
-                response_deserializer=rolecall_dot_v1_dot_controller__pb2.ProfileTrainerResponse.FromString,
+        self.ProfileWorker = channel.unary_stream(
+                '/rolecall.v1.ControllerService/ProfileWorker',
+                request_serializer=rolecall_dot_v1_dot_controller__pb2.ProfileWorkerRequest.SerializeToString,
+                response_deserializer=rolecall_dot_v1_dot_controller__pb2.ProfileWorkerResponse.FromString,
                 _registered_method=True)
 
 
@@ -148,11 +148,11 @@ class ControllerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ProfileTrainer(self, request, context):
-        """Has a trainer record its next steps and streams where the traces are. Not idempotent: the request ends with its caller. Blocks until
-        as many steps are applied: in a paused run until it goes on.
-        INVALID_ARGUMENT: INVALID_INPUT (num_steps, or a role that does not train in this run). FAILED_PRECONDITION: CONFLICT (another request is under way).
-        UNAVAILABLE: the trainer is away, or ends; of a step under way there is no trace then.
+    def ProfileWorker(self, request, context):
+        """Has a trainer or a rollout record its next steps and streams where the traces are. Not idempotent: the request ends with its caller. Blocks
+        until as many steps are made: in a paused run until it goes on.
+        INVALID_ARGUMENT: INVALID_INPUT (num_steps, or a worker that this run does not have). FAILED_PRECONDITION: CONFLICT (another request is under way).
+        UNAVAILABLE: the worker is away, or ends; of a step under way there is no trace then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -201,10 +201,10 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     request_deserializer=rolecall_dot_v1_dot_controller__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=rolecall_dot_v1_dot_controller__pb2.SaveCheckpointResponse.SerializeToString,
             ),
-            'ProfileTrainer': grpc.unary_stream_rpc_method_handler(
-                    servicer.ProfileTrainer,
-                    request_deserializer=rolecall_dot_v1_dot_controller__pb2.ProfileTrainerRequest.FromString,
-                    response_serializer=rolecall_dot_v1_dot_controller__pb2.ProfileTrainerResponse.SerializeToString,
+            'ProfileWorker': grpc.unary_stream_rpc_method_handler(
+                    servicer.ProfileWorker,
+                    request_deserializer=rolecall_dot_v1_dot_controller__pb2.ProfileWorkerRequest.FromString,
+                    response_serializer=rolecall_dot_v1_dot_controller__pb2.ProfileWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -435,7 +435,7 @@ class ControllerService:
             _registered_method=True)
 
     @staticmethod
-    def ProfileTrainer(request,
+    def ProfileWorker(request,
             target,
             options=(),
             channel_credentials=None,
@@ -448,9 +448,9 @@ class ControllerService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/rolecall.v1.ControllerService/ProfileTrainer',
-            rolecall_dot_v1_dot_controller__pb2.ProfileTrainerRequest.SerializeToString,
-            rolecall_dot_v1_dot_controller__pb2.ProfileTrainerResponse.FromString,
+            '/rolecall.v1.ControllerService/ProfileWorker',
+            rolecall_dot_v1_dot_controller__pb2.ProfileWorkerRequest.SerializeToString,
+            rolecall_dot_v1_dot_controller__pb2.ProfileWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

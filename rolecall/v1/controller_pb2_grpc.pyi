@@ -42,11 +42,11 @@ class ControllerServiceStub:
     """Saves a checkpoint at the next step boundary and returns when it is COMMITTED. Repeated calls share one checkpoint.
     DEADLINE_EXCEEDED when it is not whole in time; the previous checkpoint stays.
     """
-    ProfileTrainer: _aio.UnaryStreamMultiCallable[_controller_pb2.ProfileTrainerRequest, _controller_pb2.ProfileTrainerResponse]
-    """Has a trainer record its next steps and streams where the traces are. Not idempotent: the request ends with its caller. Blocks until
-    as many steps are applied: in a paused run until it goes on.
-    INVALID_ARGUMENT: INVALID_INPUT (num_steps, or a role that does not train in this run). FAILED_PRECONDITION: CONFLICT (another request is under way).
-    UNAVAILABLE: the trainer is away, or ends; of a step under way there is no trace then.
+    ProfileWorker: _aio.UnaryStreamMultiCallable[_controller_pb2.ProfileWorkerRequest, _controller_pb2.ProfileWorkerResponse]
+    """Has a trainer or a rollout record its next steps and streams where the traces are. Not idempotent: the request ends with its caller. Blocks
+    until as many steps are made: in a paused run until it goes on.
+    INVALID_ARGUMENT: INVALID_INPUT (num_steps, or a worker that this run does not have). FAILED_PRECONDITION: CONFLICT (another request is under way).
+    UNAVAILABLE: the worker is away, or ends; of a step under way there is no trace then.
     """
 
 class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -127,15 +127,15 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def ProfileTrainer(
+    def ProfileWorker(
         self,
-        request: _controller_pb2.ProfileTrainerRequest,
-        context: _aio.ServicerContext[_controller_pb2.ProfileTrainerRequest, _abc.AsyncIterator[_controller_pb2.ProfileTrainerResponse]],
-    ) -> _abc.AsyncIterator[_controller_pb2.ProfileTrainerResponse]:
-        """Has a trainer record its next steps and streams where the traces are. Not idempotent: the request ends with its caller. Blocks until
-        as many steps are applied: in a paused run until it goes on.
-        INVALID_ARGUMENT: INVALID_INPUT (num_steps, or a role that does not train in this run). FAILED_PRECONDITION: CONFLICT (another request is under way).
-        UNAVAILABLE: the trainer is away, or ends; of a step under way there is no trace then.
+        request: _controller_pb2.ProfileWorkerRequest,
+        context: _aio.ServicerContext[_controller_pb2.ProfileWorkerRequest, _abc.AsyncIterator[_controller_pb2.ProfileWorkerResponse]],
+    ) -> _abc.AsyncIterator[_controller_pb2.ProfileWorkerResponse]:
+        """Has a trainer or a rollout record its next steps and streams where the traces are. Not idempotent: the request ends with its caller. Blocks
+        until as many steps are made: in a paused run until it goes on.
+        INVALID_ARGUMENT: INVALID_INPUT (num_steps, or a worker that this run does not have). FAILED_PRECONDITION: CONFLICT (another request is under way).
+        UNAVAILABLE: the worker is away, or ends; of a step under way there is no trace then.
         """
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: _aio.Server) -> None: ...

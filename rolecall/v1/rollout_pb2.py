@@ -23,11 +23,12 @@ _sym_db = _symbol_database.Default()
 
 
 from rolecall.v1 import callers_pb2 as rolecall_dot_v1_dot_callers__pb2
+from rolecall.v1 import training_pb2 as rolecall_dot_v1_dot_training__pb2
 from rolecall.v1 import trajectory_pb2 as rolecall_dot_v1_dot_trajectory__pb2
 from rolecall.v1 import weights_pb2 as rolecall_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolecall/v1/rollout.proto\x12\x0brolecall.v1\x1a\x19rolecall/v1/callers.proto\x1a\x1crolecall/v1/trajectory.proto\x1a\x19rolecall/v1/weights.proto\"\xc6\x01\n\x0fGenerateRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.rolecall.v1.Prompt\x12\x15\n\rnum_responses\x18\x03 \x01(\x05\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.rolecall.v1.SamplingParams\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12\x1b\n\x0epolicy_version\x18\x06 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_policy_version\"\x8e\x01\n\x10GenerateResponse\x12)\n\x04meta\x18\x01 \x01(\x0b\x32\x1b.rolecall.v1.TrajectoryMeta\x12\x1a\n\x12response_token_ids\x18\x02 \x01(\x0c\x12\x19\n\x11response_logprobs\x18\x03 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\"\xb4\x01\n\x15ReceiveWeightsRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12*\n\npause_mode\x18\x04 \x01(\x0e\x32\x16.rolecall.v1.PauseMode\x12\x18\n\x10\x62ucket_timeout_s\x18\x05 \x01(\x01\x12!\n\x05probe\x18\x06 \x01(\x0b\x32\x12.rolecall.v1.Probe\"\xa2\x01\n\x16ReceiveWeightsResponse\x12.\n\x0c\x66ingerprints\x18\x01 \x03(\x0b\x32\x18.rolecall.v1.Fingerprint\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12!\n\x05probe\x18\x03 \x01(\x0b\x32\x12.rolecall.v1.Probe\x12\x11\n\tnum_bytes\x18\x04 \x01(\x03\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\"A\n\x0cPauseRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.rolecall.v1.PauseMode\"\x0f\n\rPauseResponse\"D\n\rResumeRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\x10\n\x0eResumeResponse\"-\n\x0c\x44rainRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x10\n\x08\x66inish_s\x18\x02 \x01(\x01\";\n\rDrainResponse\x12\x14\n\x0cnum_finished\x18\x01 \x01(\x05\x12\x14\n\x0cnum_released\x18\x02 \x01(\x05\"*\n\x0cSleepRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\r\n\x05level\x18\x02 \x01(\x05\"\x0f\n\rSleepResponse\"\x1c\n\rWakeUpRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\"\x10\n\x0eWakeUpResponse\"\x17\n\x15GetRolloutInfoRequest\"\xb8\x02\n\x16GetRolloutInfoResponse\x12\x10\n\x08\x63onsumer\x18\x01 \x01(\t\x12\x30\n\rweights_state\x18\x02 \x01(\x0e\x32\x19.rolecall.v1.WeightsState\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x12\n\nnum_groups\x18\x05 \x01(\x05\x12\x12\n\nmax_groups\x18\x06 \x01(\x05\x12\x18\n\x10max_model_tokens\x18\x07 \x01(\x05\x12\x1a\n\x12num_sampled_tokens\x18\x08 \x01(\x03\x12\x0e\n\x06\x62usy_s\x18\t \x01(\x01\x12\x18\n\x10num_weight_ranks\x18\n \x01(\x05\x12*\n\nengine_use\x18\x0b \x01(\x0b\x32\x16.rolecall.v1.EngineUse\"\x9c\x01\n\tEngineUse\x12\x13\n\x0bnum_running\x18\x01 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\x05\x12\x16\n\x0ekv_cache_usage\x18\x03 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x03\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\x03\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x03*\x82\x01\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x03\x12\x19\n\x15PAUSE_MODE_KEEP_CACHE\x10\x04*\xc9\x01\n\x0cWeightsState\x12\x1d\n\x19WEIGHTS_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13WEIGHTS_STATE_EMPTY\x10\x01\x12\x19\n\x15WEIGHTS_STATE_LOADING\x10\x02\x12\x18\n\x14WEIGHTS_STATE_LOADED\x10\x03\x12\x1a\n\x16WEIGHTS_STATE_ATTESTED\x10\x04\x12\x16\n\x12WEIGHTS_STATE_TORN\x10\x05\x12\x18\n\x14WEIGHTS_STATE_ASLEEP\x10\x06\x32\x88\x06\n\x0eRolloutService\x12S\n\x08Generate\x12\x1c.rolecall.v1.GenerateRequest\x1a\x1d.rolecall.v1.GenerateResponse\"\x08\xfa\xb7\x18\x04\n\x02\x01\x07\x30\x01\x12k\n\x11JoinWeightChannel\x12%.rolecall.v1.JoinWeightChannelRequest\x1a&.rolecall.v1.JoinWeightChannelResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12\x62\n\x0eReceiveWeights\x12\".rolecall.v1.ReceiveWeightsRequest\x1a#.rolecall.v1.ReceiveWeightsResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12G\n\x05Pause\x12\x19.rolecall.v1.PauseRequest\x1a\x1a.rolecall.v1.PauseResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12J\n\x06Resume\x12\x1a.rolecall.v1.ResumeRequest\x1a\x1b.rolecall.v1.ResumeResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12G\n\x05\x44rain\x12\x19.rolecall.v1.DrainRequest\x1a\x1a.rolecall.v1.DrainResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12G\n\x05Sleep\x12\x19.rolecall.v1.SleepRequest\x1a\x1a.rolecall.v1.SleepResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12J\n\x06WakeUp\x12\x1a.rolecall.v1.WakeUpRequest\x1a\x1b.rolecall.v1.WakeUpResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12]\n\x07GetInfo\x12\".rolecall.v1.GetRolloutInfoRequest\x1a#.rolecall.v1.GetRolloutInfoResponse\"\t\xfa\xb7\x18\x05\n\x03\x01\x07\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolecall/v1/rollout.proto\x12\x0brolecall.v1\x1a\x19rolecall/v1/callers.proto\x1a\x1arolecall/v1/training.proto\x1a\x1crolecall/v1/trajectory.proto\x1a\x19rolecall/v1/weights.proto\"\xc6\x01\n\x0fGenerateRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.rolecall.v1.Prompt\x12\x15\n\rnum_responses\x18\x03 \x01(\x05\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.rolecall.v1.SamplingParams\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12\x1b\n\x0epolicy_version\x18\x06 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_policy_version\"\x8e\x01\n\x10GenerateResponse\x12)\n\x04meta\x18\x01 \x01(\x0b\x32\x1b.rolecall.v1.TrajectoryMeta\x12\x1a\n\x12response_token_ids\x18\x02 \x01(\x0c\x12\x19\n\x11response_logprobs\x18\x03 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\"\xb4\x01\n\x15ReceiveWeightsRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12*\n\npause_mode\x18\x04 \x01(\x0e\x32\x16.rolecall.v1.PauseMode\x12\x18\n\x10\x62ucket_timeout_s\x18\x05 \x01(\x01\x12!\n\x05probe\x18\x06 \x01(\x0b\x32\x12.rolecall.v1.Probe\"\xa2\x01\n\x16ReceiveWeightsResponse\x12.\n\x0c\x66ingerprints\x18\x01 \x03(\x0b\x32\x18.rolecall.v1.Fingerprint\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12!\n\x05probe\x18\x03 \x01(\x0b\x32\x12.rolecall.v1.Probe\x12\x11\n\tnum_bytes\x18\x04 \x01(\x03\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\"A\n\x0cPauseRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.rolecall.v1.PauseMode\"\x0f\n\rPauseResponse\"D\n\rResumeRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\x10\n\x0eResumeResponse\"-\n\x0c\x44rainRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\x10\n\x08\x66inish_s\x18\x02 \x01(\x01\";\n\rDrainResponse\x12\x14\n\x0cnum_finished\x18\x01 \x01(\x05\x12\x14\n\x0cnum_released\x18\x02 \x01(\x05\"*\n\x0cSleepRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\x12\r\n\x05level\x18\x02 \x01(\x05\"\x0f\n\rSleepResponse\"\x1c\n\rWakeUpRequest\x12\x0b\n\x03\x63tl\x18\x01 \x01(\x03\"\x10\n\x0eWakeUpResponse\"\x17\n\x15GetRolloutInfoRequest\"\xb8\x02\n\x16GetRolloutInfoResponse\x12\x10\n\x08\x63onsumer\x18\x01 \x01(\t\x12\x30\n\rweights_state\x18\x02 \x01(\x0e\x32\x19.rolecall.v1.WeightsState\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x12\n\nnum_groups\x18\x05 \x01(\x05\x12\x12\n\nmax_groups\x18\x06 \x01(\x05\x12\x18\n\x10max_model_tokens\x18\x07 \x01(\x05\x12\x1a\n\x12num_sampled_tokens\x18\x08 \x01(\x03\x12\x0e\n\x06\x62usy_s\x18\t \x01(\x01\x12\x18\n\x10num_weight_ranks\x18\n \x01(\x05\x12*\n\nengine_use\x18\x0b \x01(\x0b\x32\x16.rolecall.v1.EngineUse\"\x9c\x01\n\tEngineUse\x12\x13\n\x0bnum_running\x18\x01 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\x05\x12\x16\n\x0ekv_cache_usage\x18\x03 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\x03\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\x03\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x03*\x82\x01\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x03\x12\x19\n\x15PAUSE_MODE_KEEP_CACHE\x10\x04*\xc9\x01\n\x0cWeightsState\x12\x1d\n\x19WEIGHTS_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13WEIGHTS_STATE_EMPTY\x10\x01\x12\x19\n\x15WEIGHTS_STATE_LOADING\x10\x02\x12\x18\n\x14WEIGHTS_STATE_LOADED\x10\x03\x12\x1a\n\x16WEIGHTS_STATE_ATTESTED\x10\x04\x12\x16\n\x12WEIGHTS_STATE_TORN\x10\x05\x12\x18\n\x14WEIGHTS_STATE_ASLEEP\x10\x06\x32\xd9\x06\n\x0eRolloutService\x12S\n\x08Generate\x12\x1c.rolecall.v1.GenerateRequest\x1a\x1d.rolecall.v1.GenerateResponse\"\x08\xfa\xb7\x18\x04\n\x02\x01\x07\x30\x01\x12k\n\x11JoinWeightChannel\x12%.rolecall.v1.JoinWeightChannelRequest\x1a&.rolecall.v1.JoinWeightChannelResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12\x62\n\x0eReceiveWeights\x12\".rolecall.v1.ReceiveWeightsRequest\x1a#.rolecall.v1.ReceiveWeightsResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12G\n\x05Pause\x12\x19.rolecall.v1.PauseRequest\x1a\x1a.rolecall.v1.PauseResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12J\n\x06Resume\x12\x1a.rolecall.v1.ResumeRequest\x1a\x1b.rolecall.v1.ResumeResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12G\n\x05\x44rain\x12\x19.rolecall.v1.DrainRequest\x1a\x1a.rolecall.v1.DrainResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12G\n\x05Sleep\x12\x19.rolecall.v1.SleepRequest\x1a\x1a.rolecall.v1.SleepResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12J\n\x06WakeUp\x12\x1a.rolecall.v1.WakeUpRequest\x1a\x1b.rolecall.v1.WakeUpResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x12O\n\x07Profile\x12\x1b.rolecall.v1.ProfileRequest\x1a\x1c.rolecall.v1.ProfileResponse\"\x07\xfa\xb7\x18\x03\n\x01\x01\x30\x01\x12]\n\x07GetInfo\x12\".rolecall.v1.GetRolloutInfoRequest\x1a#.rolecall.v1.GetRolloutInfoResponse\"\t\xfa\xb7\x18\x05\n\x03\x01\x07\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,46 +51,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLOUTSERVICE'].methods_by_name['Sleep']._serialized_options = b'\372\267\030\003\n\001\001'
   _globals['_ROLLOUTSERVICE'].methods_by_name['WakeUp']._loaded_options = None
   _globals['_ROLLOUTSERVICE'].methods_by_name['WakeUp']._serialized_options = b'\372\267\030\003\n\001\001'
+  _globals['_ROLLOUTSERVICE'].methods_by_name['Profile']._loaded_options = None
+  _globals['_ROLLOUTSERVICE'].methods_by_name['Profile']._serialized_options = b'\372\267\030\003\n\001\001'
   _globals['_ROLLOUTSERVICE'].methods_by_name['GetInfo']._loaded_options = None
   _globals['_ROLLOUTSERVICE'].methods_by_name['GetInfo']._serialized_options = b'\372\267\030\005\n\003\001\007\010'
-  _globals['_PAUSEMODE']._serialized_start=1709
-  _globals['_PAUSEMODE']._serialized_end=1839
-  _globals['_WEIGHTSSTATE']._serialized_start=1842
-  _globals['_WEIGHTSSTATE']._serialized_end=2043
-  _globals['_GENERATEREQUEST']._serialized_start=127
-  _globals['_GENERATEREQUEST']._serialized_end=325
-  _globals['_GENERATERESPONSE']._serialized_start=328
-  _globals['_GENERATERESPONSE']._serialized_end=470
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=473
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=653
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=656
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=818
-  _globals['_PAUSEREQUEST']._serialized_start=820
-  _globals['_PAUSEREQUEST']._serialized_end=885
-  _globals['_PAUSERESPONSE']._serialized_start=887
-  _globals['_PAUSERESPONSE']._serialized_end=902
-  _globals['_RESUMEREQUEST']._serialized_start=904
-  _globals['_RESUMEREQUEST']._serialized_end=972
-  _globals['_RESUMERESPONSE']._serialized_start=974
-  _globals['_RESUMERESPONSE']._serialized_end=990
-  _globals['_DRAINREQUEST']._serialized_start=992
-  _globals['_DRAINREQUEST']._serialized_end=1037
-  _globals['_DRAINRESPONSE']._serialized_start=1039
-  _globals['_DRAINRESPONSE']._serialized_end=1098
-  _globals['_SLEEPREQUEST']._serialized_start=1100
-  _globals['_SLEEPREQUEST']._serialized_end=1142
-  _globals['_SLEEPRESPONSE']._serialized_start=1144
-  _globals['_SLEEPRESPONSE']._serialized_end=1159
-  _globals['_WAKEUPREQUEST']._serialized_start=1161
-  _globals['_WAKEUPREQUEST']._serialized_end=1189
-  _globals['_WAKEUPRESPONSE']._serialized_start=1191
-  _globals['_WAKEUPRESPONSE']._serialized_end=1207
-  _globals['_GETROLLOUTINFOREQUEST']._serialized_start=1209
-  _globals['_GETROLLOUTINFOREQUEST']._serialized_end=1232
-  _globals['_GETROLLOUTINFORESPONSE']._serialized_start=1235
-  _globals['_GETROLLOUTINFORESPONSE']._serialized_end=1547
-  _globals['_ENGINEUSE']._serialized_start=1550
-  _globals['_ENGINEUSE']._serialized_end=1706
-  _globals['_ROLLOUTSERVICE']._serialized_start=2046
-  _globals['_ROLLOUTSERVICE']._serialized_end=2822
+  _globals['_PAUSEMODE']._serialized_start=1737
+  _globals['_PAUSEMODE']._serialized_end=1867
+  _globals['_WEIGHTSSTATE']._serialized_start=1870
+  _globals['_WEIGHTSSTATE']._serialized_end=2071
+  _globals['_GENERATEREQUEST']._serialized_start=155
+  _globals['_GENERATEREQUEST']._serialized_end=353
+  _globals['_GENERATERESPONSE']._serialized_start=356
+  _globals['_GENERATERESPONSE']._serialized_end=498
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=501
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=681
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=684
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=846
+  _globals['_PAUSEREQUEST']._serialized_start=848
+  _globals['_PAUSEREQUEST']._serialized_end=913
+  _globals['_PAUSERESPONSE']._serialized_start=915
+  _globals['_PAUSERESPONSE']._serialized_end=930
+  _globals['_RESUMEREQUEST']._serialized_start=932
+  _globals['_RESUMEREQUEST']._serialized_end=1000
+  _globals['_RESUMERESPONSE']._serialized_start=1002
+  _globals['_RESUMERESPONSE']._serialized_end=1018
+  _globals['_DRAINREQUEST']._serialized_start=1020
+  _globals['_DRAINREQUEST']._serialized_end=1065
+  _globals['_DRAINRESPONSE']._serialized_start=1067
+  _globals['_DRAINRESPONSE']._serialized_end=1126
+  _globals['_SLEEPREQUEST']._serialized_start=1128
+  _globals['_SLEEPREQUEST']._serialized_end=1170
+  _globals['_SLEEPRESPONSE']._serialized_start=1172
+  _globals['_SLEEPRESPONSE']._serialized_end=1187
+  _globals['_WAKEUPREQUEST']._serialized_start=1189
+  _globals['_WAKEUPREQUEST']._serialized_end=1217
+  _globals['_WAKEUPRESPONSE']._serialized_start=1219
+  _globals['_WAKEUPRESPONSE']._serialized_end=1235
+  _globals['_GETROLLOUTINFOREQUEST']._serialized_start=1237
+  _globals['_GETROLLOUTINFOREQUEST']._serialized_end=1260
+  _globals['_GETROLLOUTINFORESPONSE']._serialized_start=1263
+  _globals['_GETROLLOUTINFORESPONSE']._serialized_end=1575
+  _globals['_ENGINEUSE']._serialized_start=1578
+  _globals['_ENGINEUSE']._serialized_end=1734
+  _globals['_ROLLOUTSERVICE']._serialized_start=2074
+  _globals['_ROLLOUTSERVICE']._serialized_end=2931
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from rolecall.v1 import rollout_pb2 as rolecall_dot_v1_dot_rollout__pb2
+from rolecall.v1 import training_pb2 as rolecall_dot_v1_dot_training__pb2
 from rolecall.v1 import weights_pb2 as rolecall_dot_v1_dot_weights__pb2
 
 GRPC_GENERATED_VERSION = '1.81.1'
@@ -75,6 +76,11 @@ class RolloutServiceStub:
                 '/rolecall.v1.RolloutService/WakeUp',
                 request_serializer=rolecall_dot_v1_dot_rollout__pb2.WakeUpRequest.SerializeToString,
                 response_deserializer=rolecall_dot_v1_dot_rollout__pb2.WakeUpResponse.FromString,
+                _registered_method=True)
+        self.Profile = channel.unary_stream(
+                '/rolecall.v1.RolloutService/Profile',
+                request_serializer=rolecall_dot_v1_dot_training__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=rolecall_dot_v1_dot_training__pb2.ProfileResponse.FromString,
                 _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/rolecall.v1.RolloutService/GetInfo',
@@ -157,6 +163,15 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Records the engine's next steps and streams where the traces of its workers are, once. Not idempotent: the request ends with its caller.
+        Blocks until as many steps are made: while it is paused, or has nothing to sample, until it goes on.
+        INVALID_ARGUMENT: INVALID_INPUT (num_steps). FAILED_PRECONDITION: CONFLICT (another request is under way). UNAVAILABLE: this role ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetInfo(self, request, context):
         """What the replica is and holds. Idempotent. Blocks on nothing.
         """
@@ -206,6 +221,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.WakeUp,
                     request_deserializer=rolecall_dot_v1_dot_rollout__pb2.WakeUpRequest.FromString,
                     response_serializer=rolecall_dot_v1_dot_rollout__pb2.WakeUpResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=rolecall_dot_v1_dot_training__pb2.ProfileRequest.FromString,
+                    response_serializer=rolecall_dot_v1_dot_training__pb2.ProfileResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -430,6 +450,33 @@ class RolloutService:
             '/rolecall.v1.RolloutService/WakeUp',
             rolecall_dot_v1_dot_rollout__pb2.WakeUpRequest.SerializeToString,
             rolecall_dot_v1_dot_rollout__pb2.WakeUpResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rolecall.v1.RolloutService/Profile',
+            rolecall_dot_v1_dot_training__pb2.ProfileRequest.SerializeToString,
+            rolecall_dot_v1_dot_training__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,7 @@ The rollout: a vLLM engine that samples trajectories from weights at a known ver
 from collections import abc as _abc
 from grpc import aio as _aio
 from rolecall.v1 import rollout_pb2 as _rollout_pb2
+from rolecall.v1 import training_pb2 as _training_pb2
 from rolecall.v1 import weights_pb2 as _weights_pb2
 import abc as _abc_1
 
@@ -52,6 +53,11 @@ class RolloutServiceStub:
     Keys and values come back when the engine next computes. Idempotent. FAILED_PRECONDITION (CONFLICT) while trainers
     are on the device; RESOURCE_EXHAUSTED (DEVICE_FULL) without room, and the engine sleeps on; UNIMPLEMENTED
     (NOT_ON_THIS_DEVICE) as in Sleep.
+    """
+    Profile: _aio.UnaryStreamMultiCallable[_training_pb2.ProfileRequest, _training_pb2.ProfileResponse]
+    """Records the engine's next steps and streams where the traces of its workers are, once. Not idempotent: the request ends with its caller.
+    Blocks until as many steps are made: while it is paused, or has nothing to sample, until it goes on.
+    INVALID_ARGUMENT: INVALID_INPUT (num_steps). FAILED_PRECONDITION: CONFLICT (another request is under way). UNAVAILABLE: this role ends.
     """
     GetInfo: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetRolloutInfoRequest, _rollout_pb2.GetRolloutInfoResponse]
     """What the replica is and holds. Idempotent. Blocks on nothing."""
@@ -141,6 +147,17 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Keys and values come back when the engine next computes. Idempotent. FAILED_PRECONDITION (CONFLICT) while trainers
         are on the device; RESOURCE_EXHAUSTED (DEVICE_FULL) without room, and the engine sleeps on; UNIMPLEMENTED
         (NOT_ON_THIS_DEVICE) as in Sleep.
+        """
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _training_pb2.ProfileRequest,
+        context: _aio.ServicerContext[_training_pb2.ProfileRequest, _abc.AsyncIterator[_training_pb2.ProfileResponse]],
+    ) -> _abc.AsyncIterator[_training_pb2.ProfileResponse]:
+        """Records the engine's next steps and streams where the traces of its workers are, once. Not idempotent: the request ends with its caller.
+        Blocks until as many steps are made: while it is paused, or has nothing to sample, until it goes on.
+        INVALID_ARGUMENT: INVALID_INPUT (num_steps). FAILED_PRECONDITION: CONFLICT (another request is under way). UNAVAILABLE: this role ends.
         """
 
     @_abc_1.abstractmethod

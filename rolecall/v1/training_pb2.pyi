@@ -521,7 +521,7 @@ Global___OnloadResponse: _TypeAlias = OnloadResponse  # noqa: Y015
 
 @_typing.final
 class ProfileRequest(_message.Message):
-    """Asks for traces of the steps that a trainer begins next."""
+    """Asks for traces of what a worker does next."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -530,7 +530,7 @@ class ProfileRequest(_message.Message):
     ctl: _builtins.int
     """Controller's fencing number."""
     num_steps: _builtins.int
-    """Steps to record, 1 to 10."""
+    """Steps to record: of a trainer 1 to 10, of a rollout's engine, each a pass of its model, 1 to 100."""
     def __init__(
         self,
         *,
@@ -547,14 +547,16 @@ Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
 
 @_typing.final
 class ProfileResponse(_message.Message):
-    """A step was recorded, or the request still waits."""
+    """Something was recorded, or the request still waits."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PROFILE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def profile(self) -> Global___StepProfile:
-        """The step. Absent: none was applied since the last message; sent every few seconds, so that the connection is seen to live."""
+        """A trainer's step, or all steps of an engine that were asked for. Absent: nothing since the last message; sent every few seconds, so that the
+        connection is seen to live.
+        """
 
     def __init__(
         self,
@@ -571,17 +573,17 @@ Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015
 
 @_typing.final
 class StepProfile(_message.Message):
-    """What one step did, as far as it was recorded."""
+    """What a worker did, as far as it was recorded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
-    NUM_MICROBATCHES_FIELD_NUMBER: _builtins.int
+    NUM_PASSES_FIELD_NUMBER: _builtins.int
     TRACES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Step that was recorded and applied."""
-    num_microbatches: _builtins.int
-    """Microbatches recorded on each rank."""
+    """A trainer's step, which was applied; a rollout's policy version as the request came."""
+    num_passes: _builtins.int
+    """Passes of the model recorded on each rank: a trainer's microbatches, an engine's steps."""
     @_builtins.property
     def traces(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankTrace]:
         """One for each rank, in their order."""
@@ -590,12 +592,12 @@ class StepProfile(_message.Message):
         self,
         *,
         step: _builtins.int = ...,
-        num_microbatches: _builtins.int = ...,
+        num_passes: _builtins.int = ...,
         traces: _abc.Iterable[Global___RankTrace] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_microbatches", b"num_microbatches", "step", b"step", "traces", b"traces"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_passes", b"num_passes", "step", b"step", "traces", b"traces"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

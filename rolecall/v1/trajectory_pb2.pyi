@@ -644,7 +644,7 @@ class TrajectoryMeta(_message.Message):
     tokenizer_digest: _builtins.str
     """Hex digest of the tokenizer that decoded it."""
     generation_s: _builtins.float
-    """Seconds from the claim of the group to this trajectory's last token."""
+    """Seconds from the request of this trajectory, of an episode its beginning, to its last token, without those in which the engine slept."""
     traceparent: _builtins.str
     """W3C traceparent of the group's trace; empty when tracing is off."""
     @_builtins.property

@@ -254,27 +254,6 @@ class WorkerExtension:
         """Returns Receiver.report."""
         return self._weights_receiver().report()
 
-    def make_stage_buffers(self) -> None:
-        """Makes what a stage of a pipeline gets its input in, on CPUs: there vLLM makes it in a first pass that it
-        leaves out where nothing is compiled.
-        """
-        runner = self.model_runner
-        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-        )
-
-    def clear_positions(self) -> None:
-        """Zeroes the positions in several dimensions (M-RoPE) of a runner on GPUs, once its weights are awake: sleep of
-        level 2 drops them, vLLM writes those of tokens alone, and a captured graph reads those of its padding, too.
-        """
-        rope = getattr(getattr(self.model_runner, "model_state", None), "rope_state", None)
-        if rope is not None:
-            rope.positions.zero_()
-
-    def free_bytes(self) -> int:
-        """Returns the memory of this worker's device that nobody has."""
-        return int(torch.accelerator.get_memory_info()[0])
-
     def _weights_receiver(self) -> Receiver:
         if not isinstance(self.weight_transfer_engine, Receiver):
             raise TypeError(f"weight_transfer_config must name the backend {BACKEND!r}")

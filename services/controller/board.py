@@ -54,8 +54,6 @@ class RunBoard:
         """What the loop did with its time."""
         self.step_metrics = Metrics()
         self.evaluation_metrics = Metrics()
-        self.evaluated_step = -1
-        """Steps applied at the last evaluation; -1 before the first."""
         self.stop_requested = False
         self.stop_with_checkpoint = False
         self.failure = ""
@@ -101,9 +99,9 @@ class RunBoard:
         self.step, self.step_metrics = step, metrics
         self.move(self.state)
 
-    def evaluated(self, step: int, metrics: Metrics) -> None:
-        """The policy after `step` steps was evaluated."""
-        self.evaluated_step, self.evaluation_metrics = step, metrics
+    def evaluated(self, metrics: Metrics) -> None:
+        """The policy was evaluated."""
+        self.evaluation_metrics = metrics
         self.move(self.state)
 
     def landed(self, position: tuple[int, int]) -> None:

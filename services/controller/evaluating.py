@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
-from rolecall.telemetry import export
+from rolecall.telemetry import Metrics, export
 from services.controller.groups.failures import RunEnd
 from services.controller.parts import Parts
 
@@ -19,13 +20,16 @@ class Evaluations:
 
     With evaluation.beside one goes on while the next step is sampled and trained: all rollouts hold its weights until
     the next publish. Without, the steps wait for it. One that is left out is made by the next life of the loop, if that
-    begins at its step.
+    begins at its step; one that was recorded is not, in whatever process.
     """
 
-    def __init__(self, parts: Parts, end: RunEnd, version: Callable[[], int]) -> None:
-        """`version` gives the one that the weights of the newest step stand under."""
+    def __init__(self, parts: Parts, end: RunEnd, evaluated_step: int, version: Callable[[], int]) -> None:
+        """`evaluated_step`: steps applied at the last that was recorded. `version` gives the one that the weights of
+        the newest step stand under.
+        """
         self._parts = parts
         self._end = end
+        self._evaluated_step = evaluated_step
         self._version = version
         self._under_way: asyncio.Task[None] | None = None
 
@@ -36,7 +40,7 @@ class Evaluations:
         section, num_steps = self._parts.settings.evaluation, self._parts.settings.run.total_steps
         at_interval = section.every_steps > 0 and step % section.every_steps == 0
         due = section.at_start if step == 0 else at_interval or step == num_steps
-        if not section.sets or not due or self._parts.board.evaluated_step == step or self._is_ending:
+        if not section.sets or not due or self._evaluated_step == step or self._is_ending:
             return
         self._under_way = asyncio.create_task(self._evaluate(step), name=f"step {step}")
         if not section.beside:
@@ -88,7 +92,12 @@ class Evaluations:
             why = str(error) or "it took longer than its deadline"
             logger.warning("the evaluation of step %d is left out: %s", step, why)
             return
-        await parts.threads.call(parts.trackers.log, step, metrics.values())
-        await parts.threads.call(parts.trackers.keep_samples, step, samples)
+        await parts.threads.call(self._record, step, metrics, samples)  # all of it, also where this is cancelled
+        self._evaluated_step = step
         export(metrics)
-        parts.board.evaluated(step, metrics)
+        parts.board.evaluated(metrics)
+
+    def _record(self, step: int, metrics: Metrics, samples: Sequence[Mapping[str, Any]]) -> None:
+        self._parts.trackers.log(step, metrics.values())
+        self._parts.trackers.keep_samples(step, samples)
+        self._parts.ledger.evaluated(step)

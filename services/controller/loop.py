@@ -101,7 +101,9 @@ class Loop:
             lambda: self._intake.trouble,
         )
         self._reports = Reports(parts)
-        self._evaluations = Evaluations(parts, self._end, lambda: self._publisher.policy_version)
+        self._evaluations = Evaluations(
+            parts, self._end, position.evaluated_step, lambda: self._publisher.policy_version
+        )
         self._joiners = Joiners(self._publisher, settings.controller.heartbeat_s, in_shifts=parts.shifts.are_taken)
         self._step_metrics = Metrics()
         self._clock = measures.Stopwatch()

@@ -27,15 +27,18 @@ from rolecall.telemetry import Metrics, export
 from rolecall.telemetry.states import StateClock
 from rolecall.trackers import End
 from rolecall.v1 import controller_pb2, reference_pb2, training_pb2
+from rolecall.v1.rollout_pb2_grpc import RolloutServiceStub
 from services.controller.durable.recovery import Recovery
 from services.controller.groups.failures import RecoveryBudget, starts_over
 from services.controller.loop import Loop
-from services.controller.step.trainers import Trainer
+from services.controller.step.trainers import TrainerStub
 from services.controller.tasks import FirstErrorGroup
 from services.controller.wiring import wire
 
 logger = logging.getLogger(__name__)
 
+PROFILE_TIMEOUT_S = 24 * 3600.0
+"""Deadline of a profile, which waits for the next steps, and in a paused run for its going on."""
 TELL_LEASES = 3
 """Leases of patience with a worker that has not heard of the run's end: on a busy machine heartbeats come late."""
 COUNTS_S = 2.0
@@ -385,21 +388,18 @@ class ControllerRun:
         """End after the step in progress, as failed where `failure` says of what."""
         self._board.stop(checkpoint=checkpoint, failure=failure)
 
-    async def profile(
-        self, role: controller_pb2.Role.ValueType, num_steps: int
-    ) -> AsyncIterator[training_pb2.ProfileResponse]:
-        """Has the trainer of `role` record its next steps, and yields what it answers. The caller's deadline bounds the
-        wait. InvalidInputError for a role that does not train in this run.
+    async def profile(self, worker: str, num_steps: int) -> AsyncIterator[training_pb2.ProfileResponse]:
+        """Has a trainer or a rollout record its next steps, and yields what it answers. The caller's deadline bounds
+        the wait. InvalidInputError for a worker that this run does not have.
         """
-        trainers: dict[controller_pb2.Role.ValueType, Trainer | None] = {
-            controller_pb2.ROLE_ACTOR: self._parts.actor,
-            controller_pb2.ROLE_CRITIC: self._parts.critic,
+        stubs: dict[str, TrainerStub | RolloutServiceStub] = {
+            **{trainer.name: trainer.stub for trainer in self._parts.trainers},
+            **{rollout.join.worker: rollout.stub for rollout in self._fleet.rollouts()},
         }
-        trainer = trainers.get(role)
-        if trainer is None:
-            known = ", ".join(trainer.name for trainer in self._parts.trainers)
-            raise InvalidInputError(f"this run has no such trainer to profile; name one of {known}")
-        async for response in trainer.profile(self._ledger.ctl, num_steps):
+        if worker not in stubs:
+            raise InvalidInputError(f"this run has no worker {worker} to profile; name one of {', '.join(stubs)}")
+        request = training_pb2.ProfileRequest(ctl=self._ledger.ctl, num_steps=num_steps)
+        async for response in stubs[worker].Profile(request, timeout=PROFILE_TIMEOUT_S):
             yield response
 
     async def save_checkpoint(self) -> tuple[str, int]:

@@ -53,8 +53,8 @@ class ControllerServicer(ControllerServiceServicer):
         path, step = await self._run.save_checkpoint()
         return pb.SaveCheckpointResponse(path=path, step=step)
 
-    async def ProfileTrainer(
-        self, request: pb.ProfileTrainerRequest, context: Context
-    ) -> AsyncIterator[pb.ProfileTrainerResponse]:
-        async for response in self._run.profile(request.role, request.num_steps):
-            yield pb.ProfileTrainerResponse(profile=response.profile if response.HasField("profile") else None)
+    async def ProfileWorker(
+        self, request: pb.ProfileWorkerRequest, context: Context
+    ) -> AsyncIterator[pb.ProfileWorkerResponse]:
+        async for response in self._run.profile(request.worker, request.num_steps):
+            yield pb.ProfileWorkerResponse(profile=response.profile if response.HasField("profile") else None)

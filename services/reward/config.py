@@ -73,9 +73,15 @@ def reward_settings(settings: RunSettings) -> RewardSettings:
             "reward.components is empty: the file only calls a RewardService at reward.address; add components to "
             "serve one here"
         )
+    unplaced = [name for name, server in section.servers.items() if server.address is None]
+    if unplaced:
+        raise ConfigError(
+            f"reward.servers.{unplaced[0]} has no address: `rolecall train` starts it, and nobody here; give it the "
+            "address of one that you started (rolecall serve model-server or reward-model)"
+        )
     return RewardSettings(
         bind=section.bind or section.address or "127.0.0.1:0",
-        components=section.components,
+        components=section.placed_components,
         num_workers=section.num_workers,
         search_path=section.search_path,
         start_timeout_s=settings.controller.start_timeout_s,

@@ -10,7 +10,7 @@ from pathlib import Path
 from rolecall.config_file import overrides_from
 from rolecall.errors import ConfigError, DeadlineError
 from rolecall.rpc import role_process
-from rolecall.settings import RewardModelSettings, load_reward_model_settings, rank_of_process
+from rolecall.settings import RewardModelSettings, load_reward_model_settings, load_settings, rank_of_process
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +24,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="the YAML file (rolecall/settings/reward_model.py)")
+    parser.add_argument("--name", help="of a run's file: which of its reward.servers")
     arguments, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
-        settings = load_reward_model_settings(arguments.config, overrides_from(rest))
+        settings = _settings(arguments.config, overrides_from(rest), arguments.name)
     except ConfigError as error:
         sys.stderr.write(f"reward-model failed: {error.message}\n")
         return role_process.USAGE
     return role_process.run(lambda: _serve(settings), settings.name)
+
+
+def _settings(file: Path, overrides: list[str], name: str | None) -> RewardModelSettings:
+    """`name`: of a server in a run's file; None: the file is a reward model's."""
+    if name is None:
+        return load_reward_model_settings(file, overrides)
+    from services.reward_model.config import config_of_server  # gRPC, which configuration errors need not wait for
+
+    return config_of_server(load_settings(file, overrides), name)
 
 
 async def _serve(settings: RewardModelSettings) -> None:

@@ -10,13 +10,26 @@ from rolecall.data.model_files import (
 )
 from rolecall.errors import ConfigError
 from rolecall.reward import Field, Range, description
-from rolecall.settings import RewardModelSettings
+from rolecall.settings import RewardModelSettings, RunSettings
 from rolecall.v1 import reward_pb2
 
 MAX_ITEMS = 256
 """Most items of one call."""
 HEADS = ("score.weight", "value_head.weight")
 """The tensors that make a model directory one that scores: of transformers' classification models, and of a critic."""
+
+
+def config_of_server(settings: RunSettings, name: str) -> RewardModelSettings:
+    """Returns the settings of the reward model that is the server `name` of a run. ConfigError when there is none, or
+    it has no place.
+    """
+    section = settings.reward.servers.get(name)
+    if section is None or section.served is None:
+        raise ConfigError(f"reward.servers.{name} is no reward model; --name takes one of the run's")
+    bind = section.bind or section.address
+    if bind is None:
+        raise ConfigError(f"reward.servers.{name} has no bind: say with it where a server that you start is to listen")
+    return section.served.model_copy(update={"name": name, "bind": bind})
 
 
 def check_files(settings: RewardModelSettings, num_ids: int) -> None:

@@ -32,6 +32,7 @@ from services.rollout.episodes import sampler_of
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
 from services.rollout.service import SERVICE_NAME, RolloutServicer
+from services.rollout.vllm.profiles import EngineProfiles
 
 if TYPE_CHECKING:
     from services.rollout.engine import VllmEngine
@@ -73,12 +74,14 @@ async def _main(args: ServiceArgs) -> None:
         tokenizer,
         lambda phase: _note(membership, phase),
     )
+    profiles = EngineProfiles(engine, replica.held, settings.run.dir / "profiles", args.worker)
     servicer = RolloutServicer(
         replica,
         pull,
         sampler,
         tokenizer,
         fence,
+        profiles,
         consumer=consumer,
         max_groups=config.max_groups,
         generation_timeout_s=settings.rollout.generation_timeout_s,
@@ -87,7 +90,7 @@ async def _main(args: ServiceArgs) -> None:
     address = advertised(await server.start(), settings.rollout.advertise_host, settings.controller.address)
     membership = _membership(args, config, engine, tokenizer, address, launched=launched)
     try:
-        await _serve(server, replica, pull, engine, membership)
+        await _serve(server, replica, pull, profiles, engine, membership)
     finally:
         await sampler.close()
         await engine.close()
@@ -95,24 +98,33 @@ async def _main(args: ServiceArgs) -> None:
 
 
 async def _serve(
-    server: Server, replica: Replica, pull: PullLoop, engine: "VllmEngine", membership: Membership
+    server: Server,
+    replica: Replica,
+    pull: PullLoop,
+    profiles: EngineProfiles,
+    engine: "VllmEngine",
+    membership: Membership,
 ) -> None:
     """Begins the membership and serves until the role is over or a part of it fails, and drains. Ends the membership,
     whatever ends it.
     """
 
     async def drain() -> None:
+        profiles.end()
         await replica.stop_taking()
         await pull.drain(DRAIN_S)
 
     membership.start()
-    parts = (asyncio.create_task(part) for part in (pull.run(), engine.watch(), feed_heartbeat(replica, membership)))
+    parts = [asyncio.create_task(part) for part in (pull.run(), engine.watch(), feed_heartbeat(replica, membership))]
     failed = asyncio.ensure_future(_first_failure(membership.failed, *parts))
     try:
         await serve(server, drain=drain, failed=failed, grace_s=GRACE_S)
         await membership.leave()
     finally:
-        failed.cancel()
+        for task in (failed, *parts):
+            task.cancel()
+        # bounded: they are cancelled. A watch that went on would miss the engine that is closed next
+        await asyncio.gather(failed, *parts, return_exceptions=True)
         membership.stop()
 
 

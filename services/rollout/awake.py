@@ -1,4 +1,5 @@
-"""Deadlines that stand still while the engine sleeps: a response that goes on later has had no time meanwhile.
+"""Deadlines and a clock that stand still while the engine sleeps: a response that goes on later has had no time
+meanwhile.
 
 Knows no engine; the replica says when it sleeps.
 """
@@ -15,6 +16,12 @@ class AwakeDeadlines:
         self._left: dict[asyncio.Timeout, float] = {}
         """Seconds that were left of each deadline when the engine fell asleep; while it is awake, unused."""
         self._is_awake = True
+        self._asleep_at = self._asleep_s = 0.0
+        """When it fell asleep last, and seconds of the sleeps that are over."""
+
+    def time(self) -> float:
+        """Seconds of a clock that stands still while the engine sleeps."""
+        return (asyncio.get_running_loop().time() if self._is_awake else self._asleep_at) - self._asleep_s
 
     @asynccontextmanager
     async def within(self, seconds: float) -> AsyncIterator[None]:
@@ -30,6 +37,7 @@ class AwakeDeadlines:
         """The engine falls asleep. Idempotent."""
         if self._is_awake:
             self._is_awake, now = False, asyncio.get_running_loop().time()
+            self._asleep_at = now
             for deadline in self._left:
                 if (due := deadline.when()) is not None and not deadline.expired():
                     self._left[deadline] = due - now
@@ -39,6 +47,7 @@ class AwakeDeadlines:
         """The engine is awake again. Idempotent."""
         if not self._is_awake:
             self._is_awake, now = True, asyncio.get_running_loop().time()
+            self._asleep_s += now - self._asleep_at
             for deadline, seconds in self._left.items():
                 if deadline.when() is None:
                     deadline.reschedule(now + seconds)

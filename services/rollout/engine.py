@@ -30,6 +30,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from rolecall.data.mixture import Mixture
 from rolecall.errors import ConfigError, GenerationError, InvalidInputError, UnavailableError, WorkerLostError
 from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.v1.training_pb2 import RankTrace
 from rolecall.weights.adapter import POLICY
 from rolecall.weights.engine_calls import join_epoch, receive_version
 from rolecall.weights.transferred import Transferred
@@ -55,6 +56,8 @@ WARM_UP_TOKENS = (0, 1, 2, 3)
 """Ids that every vocabulary has."""
 WATCH_S = 1.0
 """Seconds between two looks at whether the engine lives."""
+TRACE_POLL_S = 0.5
+"""Seconds between two looks at whether the workers have written their traces."""
 CLOSE_TIMEOUT_S = 1.0
 """Seconds the engine's processes get to end by themselves; they hold nothing that is worth a longer wait."""
 
@@ -219,6 +222,16 @@ class VllmEngine:
             raise GenerationError(f"vLLM ended request {request_id} without an output")
         return final
 
+    async def record(self, num_passes: int, path: str) -> list[RankTrace]:
+        """Implements SamplingEngine.record. Workers answer between two steps, and write beside them."""
+        await self._alive(self._llm.collective_rpc("begin_trace", args=(num_passes, path)))
+        try:
+            while not all(traces := await self._alive(self._llm.collective_rpc("trace"))):
+                await asyncio.sleep(TRACE_POLL_S)
+        finally:
+            await self._alive(self._llm.collective_rpc("end_trace"))
+        return [RankTrace.FromString(trace) for trace in traces]
+
     # --- pausing ----------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
@@ -294,6 +307,7 @@ class VllmEngine:
                     question = asyncio.create_task(self._alive(self._llm.is_paused()))
         finally:
             question.cancel()
+            await asyncio.gather(question, return_exceptions=True)  # bounded: it is cancelled, or has failed
         raise WorkerLostError(ENGINE_DIED)
 
     def _moved(self) -> None:

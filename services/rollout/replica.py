@@ -11,7 +11,6 @@ attested to this engine, and what unattested weights computed is dropped before 
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ class Response:
     digests: dict[int, str]
     """Weight digest of each version in the sample's spans."""
     generation_s: float
-    """Seconds from submission to the last token."""
+    """Seconds from submission to the last token, without those in which the engine slept."""
     episode: trajectory_pb2.Episode | None = None
     """What is known of it as an episode, whose sample holds what the environment said, too; None: a single response."""
     segment_starts: tuple[int, ...] = ()
@@ -175,9 +174,9 @@ class Replica:
         """One response, once the gate lets it out. Cancelling it aborts the request. Errors as SamplingEngine.sample,
         and NotAttestedError when some token came from weights that were never attested.
         """
-        started = time.monotonic()
+        started = self._deadlines.time()
         sample = await self._sample(request)
-        generation_s = time.monotonic() - started
+        generation_s = self._deadlines.time() - started
         self.num_sampled_tokens += len(sample.token_ids)
         await self.gate.wait()  # bounded: by keep_timeout_s, see gate.py
         return Response(sample, self.held.digests(span.policy_version for span in sample.spans), generation_s)

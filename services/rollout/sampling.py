@@ -12,6 +12,7 @@ from typing import Protocol
 
 from rolecall.settings import WeightBackend
 from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.v1.training_pb2 import RankTrace
 from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array
 
@@ -152,6 +153,11 @@ class SamplingEngine(Protocol):
         """Returns what the weights say of `token_ids` and of `num_decoded` tokens more. Called while paused, and paused
         when it returns: nothing else is begun, and only requests go on that a pause KEEP_CACHE left with their keys and
         values. Takes the memory that it needs.
+        """
+
+    async def record(self, num_passes: int, path: str) -> list[RankTrace]:
+        """Returns the traces of its next `num_passes` passes, one of each of its ranks, in files whose names begin with
+        `path`. Waits for passes to come. Cancelling it records nothing more.
         """
 
     async def pause(self, mode: PauseMode) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from rolecall.data.mixture import Mixture
 from rolecall.errors import RoleCallError, UnavailableError
 from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.v1.training_pb2 import RankTrace
 from rolecall.weights.transferred import Transferred
 from rolecall.wire import Array
 from services.rollout.sampling import (
@@ -188,6 +189,13 @@ class ScriptedEngine:
         logprobs = np.full(len(token_ids), -(self._version + 1) / 8, dtype=np.float32)
         logprobs[0] = 0.0
         return probed(logprobs, num_decoded)
+
+    async def record(self, num_passes: int, path: str) -> list[RankTrace]:
+        """Implements SamplingEngine.record: it has no operators to see."""
+        wanted = self._num_moves + num_passes
+        while self._num_moves < wanted:
+            await asyncio.sleep(POLL_S)
+        return [RankTrace(failure="a scripted engine has no operators")]
 
     async def pause(self, mode: PauseMode) -> None:
         """Implements SamplingEngine.pause."""

@@ -14,7 +14,7 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import DeadlineError, InvalidInputError, WrongVersionError
 from rolecall.rpc.fence import Fence
 from rolecall.trajectory import seed_of
-from rolecall.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
+from rolecall.v1 import rollout_pb2, rollout_pb2_grpc, training_pb2, weights_pb2
 from rolecall.weights.backends import decode_backend
 from rolecall.weights.transferred import encode_fingerprints
 from rolecall.wire import decode_tensor, encode_tensor
@@ -23,6 +23,7 @@ from services.rollout.pull import PullLoop
 from services.rollout.replica import Replica, Response
 from services.rollout.sampling import MeetingPlace, PauseMode, SampleRequest, Transfer
 from services.rollout.trajectories import check_sampling, prompt_token_ids, trajectory_meta
+from services.rollout.vllm.profiles import EngineProfiles
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -46,6 +47,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         sampler: MixedGroups,
         tokenizer: ChatTokenizer,
         fence: Fence,
+        profiles: EngineProfiles,
         *,
         consumer: str,
         max_groups: int,
@@ -56,6 +58,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._sampler = sampler
         self._tokenizer = tokenizer
         self._fence = fence
+        self._profiles = profiles
         self._consumer = consumer
         self._max_groups = max_groups
         self._generation_timeout_s = generation_timeout_s
@@ -171,6 +174,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         await self._fence.check(request.ctl)
         await self._replica.wake_up()
         return rollout_pb2.WakeUpResponse()
+
+    async def Profile(
+        self, request: training_pb2.ProfileRequest, context: Context
+    ) -> AsyncIterator[training_pb2.ProfileResponse]:
+        await self._fence.check(request.ctl)
+        async with aclosing(self._profiles.record(request)) as told:
+            async for response in told:  # bounded: by the caller's deadline
+                yield response
 
     async def GetInfo(
         self, request: rollout_pb2.GetRolloutInfoRequest, context: Context

@@ -109,10 +109,10 @@ class Peer(controller_pb2_grpc.ControllerServiceServicer):
     ) -> controller_pb2.SaveCheckpointResponse:
         return controller_pb2.SaveCheckpointResponse(path="x" * int(request.ByteSize() or 0))
 
-    async def ProfileTrainer(
-        self, request: controller_pb2.ProfileTrainerRequest, context: Any
-    ) -> AsyncIterator[controller_pb2.ProfileTrainerResponse]:
-        yield controller_pb2.ProfileTrainerResponse()
+    async def ProfileWorker(
+        self, request: controller_pb2.ProfileWorkerRequest, context: Any
+    ) -> AsyncIterator[controller_pb2.ProfileWorkerResponse]:
+        yield controller_pb2.ProfileWorkerResponse()
 
 
 @asynccontextmanager

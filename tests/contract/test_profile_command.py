@@ -29,15 +29,15 @@ class Profiled(Peer):
     def __init__(self, *profiles: StepProfile, then: RoleCallError | None = None) -> None:
         super().__init__()
         self.profiles, self.then = profiles, then
-        self.asked: list[tuple[int, int]] = []
+        self.asked: list[tuple[str, int]] = []
 
-    async def ProfileTrainer(
-        self, request: pb.ProfileTrainerRequest, context: Any
-    ) -> AsyncIterator[pb.ProfileTrainerResponse]:
-        self.asked.append((request.role, request.num_steps))
-        yield pb.ProfileTrainerResponse()
+    async def ProfileWorker(
+        self, request: pb.ProfileWorkerRequest, context: Any
+    ) -> AsyncIterator[pb.ProfileWorkerResponse]:
+        self.asked.append((request.worker, request.num_steps))
+        yield pb.ProfileWorkerResponse()
         for each in self.profiles:
-            yield pb.ProfileTrainerResponse(profile=each)
+            yield pb.ProfileWorkerResponse(profile=each)
         if self.then is not None:
             raise self.then
 
@@ -50,9 +50,9 @@ async def commanded(peer: Peer, num_steps: int) -> int:
 async def test_each_step_is_shown_with_its_traces_and_the_heaviest_operators(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    peer = Profiled(StepProfile(step=4, num_microbatches=2, traces=[WRITTEN]))
+    peer = Profiled(StepProfile(step=4, num_passes=2, traces=[WRITTEN]))
     assert await commanded(peer, 1) == 0
-    assert peer.asked == [(pb.ROLE_ACTOR, 1)]
+    assert peer.asked == [("actor", 1)]
     said = capsys.readouterr().out
     assert "step 4: 2 microbatches of actor and the optimizer's step after" in said
     assert "rank 0: /run/profiles/actor-step4-rank0.json.gz, 1.4 MB" in said
@@ -70,5 +70,5 @@ async def test_a_trace_that_is_not_there_is_said_and_makes_the_command_fail(
 
 async def test_a_trainer_that_is_lost_is_told_with_what_was_recorded_before() -> None:
     peer = Profiled(StepProfile(step=4, traces=[WRITTEN]), then=UnavailableError("127.0.0.1:1 is away"))
-    with pytest.raises(WorkerLostError, match="after 1 of 3 steps; of a step under way there is no trace"):
+    with pytest.raises(WorkerLostError, match="after 1 of 3 traces; of a step under way there is none"):
         await commanded(peer, 3)

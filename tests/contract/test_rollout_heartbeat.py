@@ -1,18 +1,25 @@
-"""What a replica's heartbeats would say: an engine that owes something and stands still is seen, and a store that is
-away ends nothing.
+"""What a replica's heartbeats would say: an engine that owes something and stands still is seen, a store that is away
+ends nothing, and a replica that was stopped watches nothing any more.
 """
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from rolecall.errors import ChannelBrokenError
+from rolecall.errors import ChannelBrokenError, WorkerLostError
+from rolecall.rpc.membership import Membership
+from rolecall.rpc.role_process import stop_requested
+from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.prompts import Claim
 from rolecall.store.rows import Rows
+from rolecall.v1 import controller_pb2
+from services.rollout.__main__ import _serve
 from services.rollout.activity import LOOK_S, feed_heartbeat
 from services.rollout.groups import MixedGroups, Room
 from services.rollout.replica import Replica
@@ -20,8 +27,10 @@ from services.rollout.scripted import ScriptedEngine
 from tests.contract.rollout_replica import CONSUMER, ReplicaUnderTest, replica_under_test
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_tokenizer import write_tokenizer
-from tests.twins.rollout import BriefQueue
+from tests.twins.rollout import BriefQueue, NumberTokenizer, RolloutTwin
 from tests.waiting import until
+
+MakeSettings = Callable[..., RunSettings]
 
 
 @dataclass
@@ -187,3 +196,34 @@ async def test_a_store_that_goes_away_ends_no_rollout_and_its_groups_are_committ
         rollout.admit(2)
         async with asyncio.timeout(30):
             assert sorted(group.gid for group in await rollout.committed(4)) == [0, 1, 2, 3]
+
+
+class WatchedEngine(ScriptedEngine):
+    """An engine that, as vLLM's, is missed once it was closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_closed = asyncio.Event()
+
+    async def watch(self) -> None:
+        await self.is_closed.wait()  # bounded: by the replica's end
+        raise WorkerLostError("the engine died")
+
+
+async def test_nobody_misses_the_engine_of_a_replica_that_was_stopped(
+    store: StoreUnderTest, make_settings: MakeSettings, tmp_path: Path
+) -> None:
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    run = {"name": store.run, "dir": str(tmp_path / "run"), "num_steps": 1}
+    settings, engine = make_settings(run=run, controller={"address": "127.0.0.1:9"}), WatchedEngine()
+    twin = RolloutTwin.of_run(settings, "rollout-0.1", engine, NumberTokenizer(), store.connect())
+    address = await twin.server.start()
+    membership = Membership(settings, controller_pb2.ROLE_ROLLOUT, "rollout-0", "1", address)
+    stop_requested().set()
+    await _serve(twin.server, twin.replica, twin.pull, twin.profiles, cast(Any, engine), membership)
+    await twin.sampler.close()
+    engine.is_closed.set()
+    await asyncio.sleep(0.1)
+    gc.collect()
+    assert not told

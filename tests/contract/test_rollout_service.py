@@ -454,6 +454,7 @@ async def test_a_group_kept_over_a_sleep_goes_on_with_the_next_weights_and_its_d
         await rollout.publish(2)
         (group,) = await rollout.committed(1)
         assert (group.min_policy_version, group.max_policy_version) == (1, 2)
+        assert max(meta.generation_s for meta in store.rows.read_meta(group.rows)) < 2.0
 
 
 async def test_what_waits_for_the_weights_of_a_publish_that_failed_is_given_up_by_a_sleep(

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import grpc
 import pytest
@@ -238,6 +238,28 @@ async def test_a_worker_ends_with_the_run_unless_a_launcher_ends_it(
     async with serving(peer) as (_, address), started(make_settings(controller={"address": address})) as member:
         await until(lambda: len(peer.beats) > 3)
         assert not member.failed.done()
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_a_controller_that_leaves_is_missed_only_before_the_end_of_the_run(
+    peer: Peer,
+    make_settings: MakeSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_over: bool,
+) -> None:
+    monkeypatch.setenv("ROLECALL_DIE_WITH_PARENT", "1")
+    peer.over = is_over
+    async with AsyncExitStack() as stack:
+        _, address = await stack.enter_async_context(serving(peer))
+        async with started(make_settings(controller={"address": address})):
+            await until(lambda: len(peer.beats) > 1)
+            await stack.aclose()
+            if is_over:
+                await asyncio.sleep(1.0)  # some twenty heartbeats
+            else:
+                await until(lambda: "heartbeats are not heard" in caplog.text)
+    assert ("heartbeats are not heard" in caplog.text) != is_over
 
 
 async def test_a_worker_that_starts_processes_of_its_own_ends_with_the_run_too(

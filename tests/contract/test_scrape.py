@@ -32,6 +32,8 @@ telemetry.configure(TelemetrySection(metrics_bind="127.0.0.1:0"), "actor", "acto
 telemetry.show_states(StateClock(("waiting", "training")))
 metrics = Metrics()
 metrics.mean("reward/mean", 0.5)
+for i in range(3000):
+    metrics.mean(f"eval/set/source/{i}/accuracy", 0.5)
 telemetry.export(metrics)
 meter = ScorerMeter("judge")
 with meter.call(2):
@@ -109,7 +111,8 @@ def test_names_units_and_labels_follow_the_rules_of_prometheus() -> None:
     assert {sample.labels["state"] for sample in ours["rolecall_state_seconds"].samples} == {"waiting", "training"}
     (items,) = ours["rolecall_scorer_items"].samples
     assert (items.labels["scorer"], items.labels["outcome"], items.value) == ("judge", "scored", 2)
-    assert ours["rolecall_metric"].samples[0].labels["name"] == "reward/mean"
+    names = {sample.labels["name"] for sample in ours["rolecall_metric"].samples}
+    assert names == {"reward/mean", *(f"eval/set/source/{i}/accuracy" for i in range(3000))}
 
 
 def test_what_became_of_a_scorers_items_is_counted() -> None:

@@ -1,9 +1,9 @@
 """A worker of vLLM's engine that can be told to lose a tensor on its way into the model. It plants nothing else."""
 
-from rolecall.weights.receiver import WorkerExtension
+from services.rollout.vllm.worker import RolloutWorker
 
 
-class DroppingWorker(WorkerExtension):
+class DroppingWorker(RolloutWorker):
     """The product's extension, with a fault to plant."""
 
     rank: int

@@ -4,6 +4,7 @@ trained or scored twice.
 
 import asyncio
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -265,6 +266,28 @@ async def test_trainers_that_restart_under_a_living_controller_are_brought_back_
     assert balance(run) == (24, 24, 0, 0)
     check_trained_once(run.actor.trainer, 48)
     assert run.critic.trainer.trained == run.actor.trainer.trained
+
+
+async def test_trainers_load_and_apply_what_they_missed_side_by_side(light_run: LightRun) -> None:
+    gae = {"groups_per_batch": 4, "advantage": {"kind": "gae"}}
+    async with light_run(algorithm=gae, run={"num_steps": 5, "checkpoint_every_steps": 2}) as run:
+        async with run.rollout("rollout-0"):
+            async with run.controller() as life:
+                await life.reaches(4)
+            run.actor.restart()
+            run.critic.restart()
+            both, met = threading.Barrier(2, timeout=30.0), list[str]()
+            for trainer in (run.actor.trainer, run.critic.trainer):
+
+                def meet(phase: str) -> None:
+                    if phase in ("load:start", "train:start"):
+                        both.wait()  # bounded: by the barrier's timeout, which ends the trainer
+                        met.append(phase)
+
+                trainer.at = meet
+            await run.to_the_end()
+        assert len(run.actor.trainer.records) == len(run.critic.trainer.records) == 5
+        assert {"load:start", "train:start"} <= set(met)
 
 
 async def test_a_trainer_that_fails_again_and_again_ends_the_run_and_is_named(light_run: LightRun) -> None:

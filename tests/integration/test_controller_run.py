@@ -237,10 +237,10 @@ async def test_a_watch_goes_on_when_the_controller_is_started_again(
 async def test_a_profile_waits_while_the_run_is_paused_is_one_at_a_time_and_ends_with_the_trainer(
     light_run: LightRun,
 ) -> None:
-    def asked(life: Life, num_steps: int, role: pb.Role.ValueType = pb.ROLE_ACTOR) -> "asyncio.Task[list[int]]":
+    def asked(life: Life, num_steps: int, worker: str = "actor") -> "asyncio.Task[list[int]]":
         async def told() -> list[int]:
-            request = pb.ProfileTrainerRequest(role=role, num_steps=num_steps)
-            messages = life.stub.ProfileTrainer(request, timeout=RUN_S)
+            request = pb.ProfileWorkerRequest(worker=worker, num_steps=num_steps)
+            messages = life.stub.ProfileWorker(request, timeout=RUN_S)
             return [message.profile.step async for message in messages if message.HasField("profile")]
 
         return asyncio.create_task(told())
@@ -248,9 +248,9 @@ async def test_a_profile_waits_while_the_run_is_paused_is_one_at_a_time_and_ends
     async with light_run() as run, run.rollout("rollout-0"), run.controller() as life:
         await life.stub.PauseRun(pb.PauseRunRequest())
         await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
-        for role in (pb.ROLE_CRITIC, pb.ROLE_ROLLOUT):
-            with pytest.raises(InvalidInputError, match="name one of actor"):
-                await asked(life, 1, role)
+        for absent in ("critic", "rollout-1"):
+            with pytest.raises(InvalidInputError, match="name one of actor, rollout-0"):
+                await asked(life, 1, absent)
         with pytest.raises(InvalidInputError, match="1 to 10"):
             await asked(life, 11)
         first = asked(life, 2)

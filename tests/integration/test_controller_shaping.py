@@ -69,9 +69,12 @@ def by_two_parts(item: Item) -> Score:
 
 async def test_groups_that_differ_in_their_reward_alone_are_dropped_by_a_component(light_run: LightRun) -> None:
     filters = {"without_signal": True, "component": "right"}
-    algorithm, components = {"groups_per_batch": 4, "filters": filters}, {"right": (0.0, 1.0)}
-    async with light_run(score=by_two_parts, components=components, algorithm=algorithm) as run:
+    algorithm = {"groups_per_batch": 4, "filters": filters, "curriculum": {"max_success_rate": 0.9}}
+    async with light_run(score=by_two_parts, components={"right": (0.0, 1.0)}, algorithm=algorithm) as run:
         await run.to_the_end("rollout-0")
+        rates = {int(uid) - 1: rate.rate for uid, rate in run.ledger.rates().items()}
+    assert {rate for number, rate in rates.items() if number % 2} == {1.0}, "no whole reward reaches solved_at"
+    assert 0.5 in rates.values()
     assert set(counts_of(run)) == {"without_signal"}
     assert [line["reward/right"] for line in run.metrics()] == [0.5] * 3, "of two responses one is right"
 

@@ -1,8 +1,9 @@
-"""Processes that an engine spawns end with their rollout from the first moment of the engine's start, however the
-rollout ends.
+"""Processes that an engine spawns end with the rollout, or the model server, from the first moment of the engine's
+start, however that ends.
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -11,9 +12,11 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from rolecall.settings import child_environment
 from tests.fixtures_store import StoreUnderTest
+from tests.smallest import judged
 from tests.twins.launched import wait_until_gone, write_light_config
 
 ENGINE = '''"""An engine whose core is spawned at once and takes for ever to start."""
@@ -33,7 +36,10 @@ START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 30.0
 
 
-def test_an_engine_that_is_still_starting_dies_with_its_killed_rollout(tmp_path: Path, store: StoreUnderTest) -> None:
+@pytest.mark.parametrize("role", ["rollout", "model_server"])
+def test_an_engine_that_is_still_starting_dies_with_its_killed_role(
+    tmp_path: Path, store: StoreUnderTest, role: str
+) -> None:
     package, told = tmp_path / "packages" / "vllm", tmp_path / "core.pid"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(ENGINE.format(told=str(told)))
@@ -42,21 +48,23 @@ def test_an_engine_that_is_still_starting_dies_with_its_killed_rollout(tmp_path:
     environment = child_environment(
         {"PYTHONPATH": str(package.parent), "ROLECALL_STORE_URL": store.section.url.get_secret_value()}
     )
-    command = [sys.executable, "-m", "services.rollout", str(write_light_config(tmp_path)), "--name", "rollout-0"]
+    command = [sys.executable, "-m", f"services.{role}", str(write_light_config(tmp_path)), "--name", "grader"]
+    if role == "model_server":
+        command += [f"--reward.{key}={json.dumps(value)}" for key, value in judged(bind="127.0.0.1:1").items()]
     with (tmp_path / "log").open("w") as log:
-        rollout = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not told.exists() or not told.read_text():
-            assert rollout.poll() is None, (tmp_path / "log").read_text()
+            assert process.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.05)
-        below = psutil.Process(rollout.pid).children(recursive=True)
-        assert int(told.read_text()) in {process.pid for process in below}
-        rollout.kill()
-        rollout.wait(timeout=30)
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert int(told.read_text()) in {each.pid for each in below}
+        process.kill()
+        process.wait(timeout=30)
         assert wait_until_gone(below, END_TIMEOUT_S) == []
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(rollout.pid, signal.SIGKILL)
-        rollout.wait(timeout=30)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=30)

@@ -153,10 +153,17 @@ def beside(folder: Path, num_prompts: int = 3) -> dict[str, Any]:
     return {"every_steps": 1, "beside": True, "sets": {"held": {"path": str(folder / "held.jsonl")}}}
 
 
-def evaluated_steps(run: TwinRun) -> dict[int, float]:
-    """Responses missing in each evaluation, by its step."""
+def evaluations(run: TwinRun) -> list[tuple[int, float]]:
+    """The step of each evaluation and the responses missing in it, as they were recorded."""
     lines = [json.loads(line) for line in (run.settings.run.dir / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["eval/held/missing"] for line in lines if "eval/held/missing" in line}
+    return [(line["step"], line["eval/held/missing"]) for line in lines if "eval/held/missing" in line]
+
+
+def evaluated_steps(run: TwinRun) -> dict[int, float]:
+    """Responses missing in each evaluation, by its step; none was made twice."""
+    found = evaluations(run)
+    assert len(dict(found)) == len(found)
+    return dict(found)
 
 
 async def test_beside_training_an_evaluation_is_waited_for_by_the_next_publish_alone(
@@ -259,3 +266,37 @@ async def test_a_controller_killed_beside_an_evaluation_goes_on_with_the_next(
                 await life.ends()
         assert evaluated_steps(run) == {1: 0, 2: 0, 3: 0}  # the weights of step 0 were gone
         assert run.ledger.counts().trained == 12
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+async def test_a_controller_that_takes_the_run_repeats_no_evaluation_that_was_recorded(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings, is_beside: bool
+) -> None:
+    section = {**beside(tmp_path), "beside": is_beside}
+    async with twin_run(store, tmp_path, make_settings, evaluation=section) as run:
+        async with run.rollout("rollout-0"):
+            async with run.controller() as life:
+                await life.stub.PauseRun(controller_pb2.PauseRunRequest())
+                await life.shows(lambda status: any(metric.name == "eval/held/missing" for metric in status.metrics))
+            async with run.controller() as life:
+                await life.stub.ResumeRun(controller_pb2.ResumeRunRequest())
+                await life.ends()
+            await run.to_the_end()
+        assert evaluated_steps(run) == {0: 0, 1: 0, 2: 0, 3: 0}
+
+
+async def test_weights_trained_anew_from_a_checkpoint_are_evaluated_again_and_those_of_the_checkpoint_are_not(
+    store: StoreUnderTest, tmp_path: Path, make_settings: MakeSettings
+) -> None:
+    section = {**beside(tmp_path), "beside": False}
+    async with twin_run(store, tmp_path, make_settings, run={"num_steps": 3}, evaluation=section) as run:
+        async with run.rollout("rollout-0"):
+            async with run.controller() as life:
+                await life.reaches(3)
+                assert run.newest().step == 2
+            run.lose_the_store()
+            run.actor.restart()
+            await run.to_the_end()
+        steps = [step for step, _ in evaluations(run)]
+        assert steps in ([0, 1, 2, 3], [0, 1, 2, 3, 3])  # the first life was ended before it, or after
+        assert evaluations(run)[-1] == (3, 0)

@@ -188,6 +188,7 @@ class Bench:
         self._ranks: dict[int, Ranks] = {}
         self._num_asked = 0
         self.alone = cache(self._alone)
+        self.policy_rows = cache(self._policy_rows)
 
     def job(self, model: str, objective: Objective, **more: Any) -> dict[str, Any]:
         return {
@@ -217,6 +218,12 @@ class Bench:
             folder = self.folder / f"ranks-{world_size}-{self._num_asked}"
             self._ranks[world_size] = self._stack.enter_context(living_ranks(world_size, folder))
         return self._ranks[world_size]
+
+    def _policy_rows(self) -> str:
+        """A file of rows with a reference's logprobs, which the policy's objective reads."""
+        rows, path = routed_rows(2), self.folder / "policy.npz"
+        write_rows(path, [{**row, "ref/logprobs": row["rollout_logprobs"] * 0.9} for row in rows], [0.7] * len(rows))
+        return str(path)
 
     def _alone(
         self, model: str, objective: Objective, routers: str | None = None
@@ -320,9 +327,7 @@ def test_a_checkpoint_goes_on_in_another_layout(bench: Bench, first: dict[str, i
 def test_a_gradient_does_not_depend_on_how_the_rows_were_cut(
     bench: Bench, parallel: dict[str, int], model: str, objective: Objective, routers: str | None
 ) -> None:
-    rows = [{**row, "ref/logprobs": row["rollout_logprobs"] * 0.9} for row in routed_rows(2)]
-    write_rows(bench.folder / "policy.npz", rows, [0.7] * len(rows))
-    asked = {**ROUTERS[routers], "rows": str(bench.folder / "policy.npz"), "num_steps": 1}
+    asked = {**ROUTERS[routers], "rows": bench.policy_rows(), "num_steps": 1}
     job = bench.job(model, objective, **asked)
     whole, _ = bench.ask(1, {**job, "token_budget": 10_000})
     for budget, seed in ((31, 3), (60, 4), (10_000, 5)):
@@ -331,6 +336,23 @@ def test_a_gradient_does_not_depend_on_how_the_rows_were_cut(
         np.testing.assert_allclose(cut.grad_norms, whole.grad_norms, rtol=1e-5)
         for name, value in whole.metrics.items():
             assert cut.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("kind", ["token", "sequence"])
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}, {"sequence": 2}, {}], ids=str)
+def test_weights_are_divided_by_their_mean_over_all_ranks(bench: Bench, parallel: dict[str, int], kind: str) -> None:
+    plain = bench.job("untied", "policy", rows=bench.policy_rows(), num_steps=1, correction={"weight": {"kind": kind}})
+    job = {**plain, "correction": {"weight": {"kind": kind, "normalize": True}}}
+    alone, weights = bench.ask(1, job)
+    unlike = bench.ask(1, plain)[0].grad_norms
+    assert abs(unlike[0] / alone.grad_norms[0] - 1) > 1e-3, "it does nothing"
+    ours = bench.ask(2, {**job, "backend": "megatron", "parallel": parallel, "token_budget": 31, "seed": 3})
+    np.testing.assert_allclose(ours[0].grad_norms, alone.grad_norms, rtol=1e-5)
+    for name, value in alone.metrics.items():
+        assert ours[0].metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    for name, weight in weights.items():
+        np.testing.assert_allclose(ours[1][name], weight, atol=ATOL, rtol=0, err_msg=name)
 
 
 @pytest.mark.megatron

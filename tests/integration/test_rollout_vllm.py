@@ -2,7 +2,10 @@
 token by token.
 """
 
+import gzip
+import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +19,7 @@ import pytest
 from rolecall.errors import WeightsMismatchError
 from rolecall.rpc.role_process import RESTART
 from rolecall.trajectory import SAMPLED_COLUMNS, rows_of
-from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.v1 import rollout_pb2, training_pb2, trajectory_pb2
 from rolecall.wire import decode_tensor
 from tests.integration.rollout_process import PROBE, RolloutProcess, check_sampled_from, group, rollout_process
 from tests.servers import until
@@ -237,6 +240,24 @@ def test_groups_that_a_publish_finishes_or_aborts_hold_one_version_each(
             assert len(set(row["policy_versions"][row["response_mask"] == 1].tolist())) == 1
     if mode == rollout_pb2.PAUSE_MODE_ABORT:
         assert {one.max_policy_version for one in found.values()} == {rollout.version}
+
+
+def test_a_profile_holds_the_steps_that_were_asked_for_and_changes_no_token(rollout: RolloutProcess) -> None:
+    expected = {response.meta.index: response.response_token_ids for response in generate(rollout)}
+    waiting = rollout.stub.Profile(training_pb2.ProfileRequest(ctl=1, num_steps=5), timeout=60)
+    assert not next(waiting).HasField("profile")
+    with pytest.raises(grpc.RpcError) as refused:
+        list(rollout.stub.Profile(training_pb2.ProfileRequest(ctl=1, num_steps=5), timeout=60))
+    assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert {response.meta.index: response.response_token_ids for response in generate(rollout)} == expected
+    (profile,) = [message.profile for message in waiting if message.HasField("profile")]
+    assert (profile.step, profile.num_passes) == (rollout.version, 5)
+    (trace,) = profile.traces
+    assert trace.path.endswith(f"/profiles/{rollout.join.worker}-version{rollout.version}-rank0.json.gz"), trace.failure
+    with gzip.open(trace.path, "rt") as file:
+        names = Counter(event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X")
+    assert names["_C::cpu_attention_with_kv_cache"] == 5 * rollout.model.config.num_hidden_layers
+    assert {operator.name for operator in trace.operators} <= names.keys()
 
 
 def test_over_long_prompts_are_refused(rollout: RolloutProcess) -> None:

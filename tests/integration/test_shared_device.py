@@ -16,6 +16,7 @@ from rolecall.columns import reference_column
 from rolecall.data.dataset import load_prompts
 from rolecall.errors import BudgetSpentError, DeadlineError, UnavailableError
 from rolecall.rpc.fence import Fence
+from rolecall.shifts import Post, ShiftLocks
 from rolecall.store.budget import STORE_SHARE, PromptBytes, StoreBudget
 from rolecall.store.sealed import read_ctl
 from rolecall.training.serving.calls import ColumnCalls
@@ -293,6 +294,18 @@ async def test_a_reference_is_on_the_device_while_it_scores_a_batch_and_alone_th
         for step in run.metrics():
             assert 0 < step["shift/to_scoring_s"] + step["shift/to_training_s"] < step["time/shift_s"]
             assert 0 < step["time/references_s"] < step["time/step_s"]
+
+
+async def test_a_controller_that_begins_says_that_it_waits_for_references_too(light_run: LightRun) -> None:
+    async with light_run(**scored()) as run:
+        before, loading = ShiftLocks(run.settings.run.dir), Post(run.settings.run.dir, "references")
+        assert before.give_to("references")
+        assert loading.take()
+        before.close()
+        async with run.controller() as life:
+            await life.shows(lambda status: "rollouts and references to leave" in status.waiting_for)
+            loading.close()
+            await life.shows(lambda status: "to leave" not in status.waiting_for)
 
 
 async def test_a_reference_that_is_to_stay_scores_groups_as_they_land(light_run: LightRun) -> None:

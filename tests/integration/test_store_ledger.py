@@ -53,6 +53,7 @@ CONTROLLER_CALLS: dict[str, Callable[[Ledger], object]] = {
     "note": lambda ledger: ledger.note_scored([(0, 0.5)]),
     "rate": lambda ledger: ledger.rate("prompt-0", SuccessRate(0, 0.5)),
     "pause": lambda ledger: ledger.pause(True),
+    "evaluated": lambda ledger: ledger.evaluated(1),
     "pending": lambda ledger: ledger.pending(),
     "snapshot": lambda ledger: ledger.snapshot(),
 }
@@ -375,6 +376,7 @@ def test_a_new_lineage_starts_empty_and_reuses_no_number(store: StoreUnderTest) 
     group = store.commit(queue, committed)
     store.ledger.drop(4, "filtered")
     epoch = store.ledger.next_epoch()
+    store.ledger.evaluated(1)
     point = RunPosition(
         lineage=1,
         step=0,
@@ -382,6 +384,7 @@ def test_a_new_lineage_starts_empty_and_reuses_no_number(store: StoreUnderTest) 
         policy_version=0,
         cursor=b"after 0",
         algorithm_state=b"then",
+        evaluated_step=0,
         trained=0,
         dropped={"scorer_error": 2},
     )
@@ -396,6 +399,7 @@ def test_a_new_lineage_starts_empty_and_reuses_no_number(store: StoreUnderTest) 
         -1,
     )
     assert position.algorithm_state == b"then"
+    assert position.evaluated_step == 0, "step 1 comes again, of other weights"
     assert position.epoch == epoch > point.epoch, "ranks refuse an epoch that is not above all they have met in"
     assert store.balance() == (2, 0, 2, 0)
     assert position.dropped == {"scorer_error": 2}

@@ -4,6 +4,7 @@ services/rollout/__main__.py does.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Self
 
 from rolecall.data.tokenizer import ChatTokenizer
@@ -23,6 +24,7 @@ from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
 from services.rollout.sampling import RolloutEngine
 from services.rollout.service import SERVICE_NAME, RolloutServicer
+from services.rollout.vllm.profiles import EngineProfiles
 
 WAIT_S = 0.1
 """Longest wait for prompts. A thread that waits for them cannot be cancelled, and the end of a test waits for it."""
@@ -70,12 +72,14 @@ class RolloutTwin:
         self.pull = PullLoop(
             settings, self.replica, self.sampler, queue, rows, tokenizer, lambda phase: self.on_turn(phase)
         )
+        self.profiles = EngineProfiles(engine, self.replica.held, Path("profiles"), settings.consumer)
         servicer = RolloutServicer(
             self.replica,
             self.pull,
             self.sampler,
             tokenizer,
             fence,
+            self.profiles,
             consumer=settings.consumer,
             max_groups=settings.max_groups,
             generation_timeout_s=settings.generation_timeout_s,

@@ -237,6 +237,24 @@ def test_only_the_last_start_is_quoted_from_a_log_of_several() -> None:
     assert list(last_words(log)) == ["Traceback (most recent call last):", "KeyError: 'now'"]
 
 
+def test_a_server_of_vllm_s_is_quoted_with_what_its_processes_said_first(tmp_path: Path) -> None:
+    failed = "model-server failed: RuntimeError: Engine core initialization failed. See root cause above. Failed core"
+    said = "(Worker pid=7) ERROR 11-29 14:15:02 [multiproc_executor.py:953]"
+    worker = Worker("model_server", "grader", (), {}, tmp_path / "grader.log")
+    worker.log.write_text(
+        f"=== started grader\n{said} RuntimeError: of another start\n=== started grader\n"
+        f"{said} Traceback (most recent call last):\n{said}   File model.py, line 1\n"
+        f"{said} RuntimeError: start (0) + length (512) exceeds 256.\n"
+        f"(EngineCore pid=6) ERROR 11-29 14:15:03 [core.py:1490] Exception: WorkerProc failed\n{failed}\n"
+    )
+    cause = "The root cause: RuntimeError: start (0) + length (512) exceeds 256. Failed core"
+    told = describe_failure(worker, 75).splitlines()
+    assert told[0].endswith(f"Engine core initialization failed. {cause})")
+    assert told[-2].endswith(cause)
+    worker.log.write_text(f"=== started grader\n{failed}\n")
+    assert "See root cause above" in describe_failure(worker, 75)
+
+
 @pytest.mark.parametrize(
     ("log", "line"),
     [

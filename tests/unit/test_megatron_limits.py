@@ -77,7 +77,7 @@ def test_the_stages_of_a_pipeline_are_told(config: Path, capsys: pytest.CaptureF
     main([*described(config, DENSE | {"num_hidden_layers": 5}), *words])
     said = capsys.readouterr().out
     assert "\npipeline of actor: 5 layers in stages of 1, 1, 2, 1, 2 on each rank\n" in said
-    assert "\npipeline of critic: 7 layers in stages of 2, 2, 2, 1, 2 on each rank\n" in said
+    assert "\npipeline of critic: 7 layers in stages of 1, 2, 2, 2, 2 on each rank\n" in said
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rolecall.data.megatron.stages import RankParameters, rank_parameters, split_layers
-from rolecall.settings import ActorSection, LayoutSection, MegatronSection
+from rolecall.settings import ActorSection, CriticSection, LayoutSection, MegatronSection
 
 MIXTURE: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
 
@@ -80,6 +80,17 @@ def test_no_split_within_the_share_is_faster(tmp_path: Path, head: int) -> None:
             every = [split for split in product(shares, repeat=num_stages) if sum(split) == num_layers]
             assert found in every
             assert slowest(found) == min(map(slowest, every)), (num_layers, num_stages)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_has_no_head_that_its_last_stage_makes_room_for(tmp_path: Path, tied: bool) -> None:
+    model, megatron = write_sizes(tmp_path, 8, 100, 300, tied=tied), MegatronSection()
+    assert split_layers(model, LayoutSection(pipeline=3), megatron) == (3, 3, 2)
+    assert split_layers(model, LayoutSection(pipeline=3), megatron, head="value") == (2, 3, 3)
+    sizes = {"num_ranks": 3, "parallel": {"pipeline": 3}}
+    assert rank_parameters(model, CriticSection.model_validate(sizes), megatron, "critic.path").held == 500
+    alone = rank_parameters(model, CriticSection(), megatron, "critic.path")
+    assert alone == RankParameters(8 * 100 + 300, 8 * 100 + 300)
 
 
 @pytest.mark.parametrize("tied", [False, True])

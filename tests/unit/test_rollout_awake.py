@@ -32,6 +32,23 @@ async def test_time_asleep_does_not_count_also_for_who_begins_then() -> None:
     assert await asleep >= 0.8
 
 
+async def test_a_clock_stands_still_meanwhile() -> None:
+    deadlines, loop = AwakeDeadlines(), asyncio.get_running_loop()
+    slept, began, began_awake = 0.0, loop.time(), deadlines.time()
+    for _ in range(2):
+        fell_asleep = loop.time()
+        deadlines.stop()
+        asleep_at = deadlines.time()
+        await asyncio.sleep(0.1)
+        deadlines.stop()
+        assert deadlines.time() == asleep_at
+        deadlines.go_on()
+        deadlines.go_on()
+        slept += loop.time() - fell_asleep
+        await asyncio.sleep(0.05)
+    assert deadlines.time() - began_awake == pytest.approx(loop.time() - began - slept, abs=0.02)
+
+
 async def test_what_ends_in_time_leaves_nothing_behind_and_what_is_late_stays_so() -> None:
     deadlines = AwakeDeadlines()
     async with deadlines.within(60.0):

@@ -9,7 +9,7 @@ from rolecall.settings import RunSettings, load_settings
 from tests.twins.launched import write_light_config
 from tools.settings_keys import leaves
 
-MAX_KEYS = 355
+MAX_KEYS = 364
 """249 when they were last cut (ADR 44); the rest is room for new capabilities, not for new knobs of old ones. The 300th
 names the parser of tool calls, the 301st where agents call the policy, the 302nd what chat templates are given, the
 303rd and 304th whom an environment outside the run trusts and is trusted by, the 305th how often a lost episode is
@@ -27,7 +27,8 @@ the 334th whether what sees them is trained, the 335th how many an environment s
 own optimizer, the 346th a run's length in epochs, the 347th whether a scorer's function gets images, the 348th and
 349th how many rows of a large file are used, the 350th how hard a token may pull towards a teacher, the 351st which
 component of the reward filters read, the 352nd whether importance weights are divided by their mean, the 353rd
-whether a reference leaves shared devices between its passes, and the 354th which prompts an environment plays.
+whether a reference leaves shared devices between its passes, up to the 362nd the servers that the run starts for its
+scorers, and the 363rd which prompts an environment plays.
 """
 
 

@@ -97,3 +97,24 @@ def test_the_next_controller_finds_who_is_on_the_devices(tmp_path: Path) -> None
     awake.leave()
     assert following.give_to("trainers")
     following.close()
+
+
+@pytest.mark.parametrize(("side", "wanted"), list(itertools.permutations(SIDES, 2)))
+def test_ranks_that_load_together_all_come_though_the_controller_is_replaced_between_them(
+    tmp_path: Path, side: Side, wanted: Side
+) -> None:
+    locks, ranks = ShiftLocks(tmp_path), [Post(tmp_path, side) for _ in range(2)]
+    assert locks.give_to(side)
+    assert ranks[0].take()  # it waits for the other from now on
+    locks.close()
+    assert not ranks[1].take()
+    following = ShiftLocks(tmp_path)
+    assert not following.give_to(wanted)
+    assert not Post(tmp_path, wanted).take()
+    assert ranks[1].take()
+    for rank in ranks:
+        assert not following.give_to(wanted)
+        rank.leave()
+    assert following.give_to(wanted)
+    assert Post(tmp_path, wanted).take()
+    following.close()

@@ -4,6 +4,7 @@ take every name and table."""
 import json
 import logging
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import OptimizerSection, RunSettings, SftSettings
 from rolecall.trackers import MAX_SHOWN, End, TrackedRun, Trackers, background_tracker, require
 from rolecall.trackers.background_tracker import BackgroundTracker
-from rolecall.trackers.mlflow import metric_name
+from rolecall.trackers.mlflow import MAX_NAME_CHARS, metric_name
 from rolecall.trackers.tracker import shown_configuration, tables_of
 
 ROOT = Path(__file__).parents[2]
@@ -360,15 +361,25 @@ def test_samples_become_a_table_of_each_set_with_cells_that_every_tracker_takes(
     ("name", "taken"),
     [
         ("eval/x/mean@1", "eval/x/mean_1"),
-        ("reward/../a//b", "reward/a/b"),
-        ("/a", "a"),
-        ("größe", "gr__e"),
-        ("..", "_"),
+        ("eval/x/source/openai/gsm8k/accuracy", "eval/x/source/openai/gsm8k/accuracy"),
         ("ok/name-1.x y:z", "ok/name-1.x y:z"),
     ],
 )
 def test_a_name_is_written_as_mlflow_takes_it(name: str, taken: str) -> None:
     assert metric_name(name) == taken
+
+
+def test_names_that_mlflow_refuses_stay_apart() -> None:
+    sources = ("größe", "grüße", "gr__e", "数学", "物理", "a+b", "a=b", "a@b", "a_b", "a//b", "a/b", "..", ".", "")
+    names = [f"eval/x/source/{source}/accuracy" for source in (*sources, "x" * 300, "x" * 301)]
+    taken = [metric_name(name) for name in names]
+    assert len(set(taken)) == len(names)
+    for name in taken:
+        assert len(name) <= MAX_NAME_CHARS
+        assert re.fullmatch(r"[A-Za-z0-9_\-. :/]+", name)
+        assert not {"", ".", ".."} & set(name.split("/"))
+    group = metric_name("eval/x/source/größe/accuracy").rpartition("/")[0]
+    assert metric_name("eval/x/source/größe/reward") == f"{group}/reward"
 
 
 # --- the real libraries ---------------------------------------------------------------------------
@@ -381,7 +392,8 @@ from rolecall.trackers import End, Trackers
 
 trackers = Trackers(load_settings(Path(sys.argv[1])))
 step = int(sys.argv[2])
-trackers.log(step, {"eval/held/mean@1": 0.25, "reward/a//b": 1.0, "loss": float("nan")})
+by_source = {f"eval/held/source/{source}/accuracy": 0.5 for source in ("größe", "grüße", "a//b", "..")}
+trackers.log(step, {"eval/held/mean@1": 0.25, "reward/a/b": 1.0, "loss": float("nan"), **by_source})
 sample = {"step": step, "set": "held", "prompt": [["user", "2+2?"]], "response": "4", "reward": 1.0}
 trackers.keep_samples(step, [sample])
 trackers.flush(End.DONE)
@@ -436,6 +448,7 @@ def test_real_mlflow_takes_every_metric_and_table_as_one_run(make_settings: Make
     points = [line.split() for line in (run / "metrics" / "eval" / "held" / "mean_1").read_text().splitlines()]
     assert [(float(value), int(step)) for _, value, step in points] == [(0.25, 0), (0.25, 1)]
     assert (run / "metrics" / "reward" / "a" / "b").exists()
+    assert len(list((run / "metrics" / "eval" / "held" / "source").glob("**/accuracy"))) == 4
     table = json.loads((run / "artifacts" / "samples" / "held" / "step-00000001.json").read_text())
     assert table == {
         "columns": ["step", "set", "prompt", "response", "reward"],

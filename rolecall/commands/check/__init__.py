@@ -19,6 +19,7 @@ from rolecall.commands.check.footprint import memory_and_disk
 from rolecall.commands.check.models import policy_model, tokenizer_and_models
 from rolecall.commands.check.preflight import NOTE, preflight
 from rolecall.commands.check.prompts import all_prompts
+from rolecall.commands.check.servers import model_servers
 from rolecall.data.model_files import ModelFacts, read_model
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.checks import explain_environments
@@ -89,7 +90,8 @@ def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
         sections += [tokenizer_and_models(settings, tokenizer)] if tokenizer is not None else []
     if tokenizer is not None:
         sections.append(explain_environments(settings, tokenizer))
-    for section in [*sections, _placement(settings), _deadlines(settings), *preflight(settings)]:
+    sections += [*model_servers(settings), _placement(settings), _deadlines(settings), *preflight(settings)]
+    for section in sections:
         _collect(section, out, problems)
     return list(dict.fromkeys(problems))
 
@@ -168,9 +170,9 @@ def _batches(settings: RunSettings) -> Iterator[str]:
 
 
 def _calls(settings: RunSettings) -> Iterator[str]:
-    for name, component in settings.reward.components.items():
+    for name, component in settings.reward.placed_components.items():
         server = component.server
-        if server is not None:
+        if server is not None and server.address:  # servers of the run have lines of their own
             yield (
                 f"reward.components.{name}: at most {server.max_calls} calls at a time of {server.address}, of at most "
                 f"{component.timeout_s:g} s (scorer.num_calls, timeout_s)"
@@ -239,6 +241,11 @@ def _placement(settings: RunSettings) -> Iterator[str]:
     placed += [
         (f"rollout-{i}", devices, settings.rollout.workers_per_replica)
         for i, devices in enumerate(settings.rollout.local_devices)
+    ]
+    placed += [
+        (f"reward.servers.{name}", section.gpus, section.num_workers)
+        for name, section in settings.reward.servers.items()
+        if section.address is None
     ]
     for name, section in trainers.items():
         if section.address is not None and section.devices and section.num_ranks % len(section.devices):

@@ -17,6 +17,8 @@ from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, cr
 from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts, received_bytes, trains_nothing
 from rolecall.errors import ConfigError
 from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
+from rolecall.settings.deadlines import model_bytes
+from rolecall.settings.services import CPU_CACHE_BYTES
 
 PROCESS_BYTES = 2**28
 """The least memory of a process with torch."""
@@ -128,6 +130,11 @@ def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
     for name, section in settings.references.items():
         if section.address is None:
             needs += _ranks(f"reference {name}", section, reference_parameters(settings, name, facts).frozen * size)
+    for name, server in settings.reward.servers.items():
+        if server.address is None:
+            beside = 0 if server.gpus else PROCESS_BYTES + (CPU_CACHE_BYTES if server.served is None else 0)
+            need = model_bytes(server.path) / server.num_workers + beside
+            needs += [Need(f"server {name}", need, server.gpus[i : i + 1]) for i in range(server.num_workers)]
     rollout = settings.rollout
     cache = rollout.cache_bytes or 0
     for i in range(rollout.num_replicas):

@@ -45,7 +45,7 @@ def explain(settings: RunSettings) -> Iterator[str]:
     """A line per stage, from the prompts to the loss."""
     algorithm = settings.algorithm
     if algorithm.curriculum is not None:
-        yield f"prompts: {_curriculum(algorithm.curriculum)}"
+        yield f"prompts: {_curriculum(algorithm.curriculum, algorithm.filters.component)}"
     if dropped := _filters(algorithm.filters, settings.reward.solved_at):
         yield (
             f"groups: dropped and replaced when {'; or '.join(dropped)}; at most "
@@ -65,9 +65,10 @@ def explain(settings: RunSettings) -> Iterator[str]:
     yield f"correction: {_correction(algorithm.correction)}"
 
 
-def _curriculum(section: CurriculumSection) -> str:
+def _curriculum(section: CurriculumSection, component: str | None) -> str:
     band = f"{section.min_success_rate:g} to {section.max_success_rate:g}"
-    return f"those whose success rate is within {band} in every epoch, the others in one of {section.revisit_epochs}"
+    rate = "success rate" if component is None else f"success rate in {component}"
+    return f"those whose {rate} is within {band} in every epoch, the others in one of {section.revisit_epochs}"
 
 
 def _filters(section: FiltersSection, solved_at: float) -> list[str]:

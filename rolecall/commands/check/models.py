@@ -8,7 +8,7 @@ from rolecall.commands.check.preflight import NOTE
 from rolecall.data.adapters import check_start, with_modules
 from rolecall.data.engine_limits import check_engine
 from rolecall.data.image_limits import check_images
-from rolecall.data.megatron.stages import split_layers
+from rolecall.data.megatron.stages import head_of, split_layers
 from rolecall.data.megatron_limits import check_megatron, require_installed
 from rolecall.data.mixture import read_mixture
 from rolecall.data.model_files import (
@@ -107,7 +107,7 @@ def _layout(settings: RunSettings, section: TrainerSection, path: Path, setting:
     megatron = settings.actor.megatron
     check_megatron(path, section.parallel, megatron, section.num_ranks, setting)
     if section.parallel.pipeline > 1:
-        counts = split_layers(path, section.parallel, megatron, setting)
+        counts = split_layers(path, section.parallel, megatron, setting, head_of(section))
         yield (
             f"pipeline of {trainer}: {sum(counts)} layers in stages of {', '.join(map(str, counts))}"
             + (f", {megatron.virtual_stages} on each rank" if megatron.virtual_stages > 1 else "")

@@ -61,9 +61,10 @@ def preflight(settings: RunSettings) -> Iterator[Iterator[str]]:
     yield from _functions(settings)
     yield from _places(settings)
     if settings.reward.address is None:
-        for name, component in settings.reward.components.items():
-            if component.server is not None and component.scorer.kind != "external":
-                yield _http_scorer(name, component.server, settings)
+        for name, component in settings.reward.placed_components.items():
+            server = component.server
+            if server is not None and server.address and component.scorer.kind != "external":
+                yield _http_scorer(name, server, settings)
     yield from _ports(settings)
     if settings.actor.address is None or settings.rollout.num_replicas:
         yield _weight_ports(settings)
@@ -250,14 +251,15 @@ def _named(settings: RunSettings) -> Iterator[_Place]:
             lambda: open_client(settings.reward, address_of_reward, rpc)[1],
         )
         return
-    for name, component in settings.reward.components.items():
-        if isinstance(component.scorer, ExternalScorer) and component.scorer.kind == "external":
+    for name, component in settings.reward.placed_components.items():
+        scorer = component.scorer
+        if isinstance(scorer, ExternalScorer) and scorer.kind == "external" and scorer.address:
             yield _Place(
                 f"reward.components.{name}.scorer.address",
-                component.scorer.address,
+                scorer.address,
                 reward,
                 _describe,
-                _opener_of_scorer(name, component.scorer, settings),
+                _opener_of_scorer(name, scorer, settings),
             )
 
 

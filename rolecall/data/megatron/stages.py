@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 from rolecall.data.model_files import EMBEDDINGS, EXPERTS, model_shapes, num_experts, text_config
 from rolecall.errors import ConfigError
-from rolecall.settings import LayoutSection, MegatronSection, TrainerSection
+from rolecall.settings import CriticSection, LayoutSection, MegatronSection, TrainerSection
 
+Head = Literal["policy", "value"]
+"""The end of a trainer's model: logits of the vocabulary, or one value a token, whose few parameters count nothing."""
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 
 
@@ -46,7 +49,7 @@ class _Sizes:
 
 
 def split_layers(
-    path: Path, parallel: LayoutSection, megatron: MegatronSection, setting: str = "model.path"
+    path: Path, parallel: LayoutSection, megatron: MegatronSection, setting: str = "model.path", head: Head = "policy"
 ) -> tuple[int, ...]:
     """Returns the number of layers of each stage of the model at `path`, which `setting` names, in the order of layers:
     with virtual stages first of every rank's first, then of every rank's second. ConfigError when there are too few.
@@ -64,22 +67,27 @@ def split_layers(
             f"{setting} {path} has {num_layers} layers, fewer than parallel.pipeline x megatron.virtual_stages = "
             f"{num_stages}; lower one of them"
         )
-    sizes, most = _read(path, parallel, setting), -(-num_layers // num_stages)
+    sizes, most = _read(path, parallel, setting, head), -(-num_layers // num_stages)
     active = text.get("num_experts_per_tok", 0) / max(num_experts(text), 1)
     layer = (sizes.layers.total() + active * sizes.experts.total()) / num_layers
-    counts, heads = [most] * num_stages, [0] * (num_stages - 1) + [sizes.embedding]
+    counts, heads = [most] * num_stages, [0] * (num_stages - 1) + [sizes.embedding if head == "policy" else 0]
     for _ in range(most * num_stages - num_layers):
         left = [stage for stage in range(num_stages) if counts[stage] > 1]
         counts[max(left, key=lambda stage: counts[stage] * layer + heads[stage])] -= 1
     return tuple(counts)
 
 
+def head_of(section: TrainerSection) -> Head:
+    """Returns the head of the model that the trainer of `section` computes."""
+    return "value" if isinstance(section, CriticSection) else "policy"
+
+
 def rank_parameters(path: Path, section: TrainerSection, megatron: MegatronSection, setting: str) -> RankParameters:
     """Counts the parameters of the trainer of `section`, whose model at `path` `setting` names. ConfigError when it has
     too few layers.
     """
-    parallel = section.parallel
-    counts, sizes = split_layers(path, parallel, megatron, setting), _read(path, parallel, setting)
+    parallel, head = section.parallel, head_of(section)
+    counts, sizes = split_layers(path, parallel, megatron, setting, head), _read(path, parallel, setting, head)
     dense, experts = [0] * parallel.pipeline, [0] * parallel.pipeline
     dense[0] += sizes.embedding
     dense[-1] += sizes.end
@@ -97,7 +105,7 @@ def rank_parameters(path: Path, section: TrainerSection, megatron: MegatronSecti
     return RankParameters(max(rank.held for rank in found), max(rank.optimized for rank in found))
 
 
-def _read(path: Path, parallel: LayoutSection, setting: str) -> _Sizes:
+def _read(path: Path, parallel: LayoutSection, setting: str, head: Head) -> _Sizes:
     layers, experts, outside = Counter[int](), Counter[int](), Counter[str]()
     for name, shape in model_shapes(path, setting).items():
         if found := _LAYER.match(name):
@@ -105,6 +113,8 @@ def _read(path: Path, parallel: LayoutSection, setting: str) -> _Sizes:
         else:
             outside[name] = prod(shape)
     embedding = sum(size for name, size in outside.items() if name.endswith(EMBEDDINGS))
+    if head == "value":
+        del outside["lm_head.weight"]
     # of several stages the last has a copy of an embedding that is its head, too
-    has_copy = parallel.pipeline > 1 and "lm_head.weight" not in outside
+    has_copy = head == "policy" and parallel.pipeline > 1 and "lm_head.weight" not in outside
     return _Sizes(layers, experts, embedding, outside.total() - (0 if has_copy else embedding))

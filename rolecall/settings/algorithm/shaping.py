@@ -56,9 +56,10 @@ class FiltersSection(Section):
     """
 
     component: str | None = None
-    """Part of the reward that without_signal and the success rates read in place of the whole: a name under
-    reward.components, or of a part of one (NAME/PART); of weight 0 it is for them alone. Responses that it does not
-    apply to are left out, and a group of nothing else is judged by its whole reward. Absent: the whole reward.
+    """Part of the reward that without_signal and the success rates, also those of a `curriculum`, read in place of the
+    whole: a name under reward.components, or of a part of one (NAME/PART); of weight 0 it is for them alone. Responses
+    that it does not apply to are left out, and a group of nothing else is judged by its whole reward. Absent: the whole
+    reward.
     """
     without_signal: bool = False
     """Drop groups whose rewards are all equal, with what tokens or turns earned and without (`without_signal`;
@@ -97,8 +98,8 @@ class FiltersSection(Section):
 
 
 class CurriculumSection(Section):
-    """Prompts whose recent success rate is outside a band are visited less often. A prompt that was never scored counts
-    as inside.
+    """Prompts whose recent success rate, by `filters.component` where that is set, is outside a band are visited less
+    often. A prompt that was never scored counts as inside.
     """
 
     min_success_rate: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -22,7 +22,8 @@ def shares_devices(settings: "RunSettings") -> bool:
         for device in devices:
             owners.setdefault(device, []).append(name)
     for device, names in owners.items():
-        together = device in shared and "reward" not in names and len(set(names)) == len(names)
+        scores = any(name.startswith("reward") for name in names)
+        together = device in shared and not scores and len(set(names)) == len(names)
         if len(names) > 1 and not together:
             raise _given_twice(device, names[0], names[1])
         if device in rollouts and not together:
@@ -77,7 +78,11 @@ def _others(settings: "RunSettings") -> dict[str, tuple[int, ...]]:
     sections: dict[str, ServiceSection] = {"actor": settings.actor, "reward": settings.reward}
     sections |= {"critic": settings.critic} if settings.critic else {}
     sections |= {f"references.{name}": section for name, section in settings.references.items()}
-    return {name: section.devices for name, section in sections.items() if section.address is None}
+    servers = {f"reward.servers.{name}": section for name, section in settings.reward.servers.items()}
+    return {
+        **{name: section.devices for name, section in sections.items() if section.address is None},
+        **{name: section.gpus for name, section in servers.items() if section.address is None},
+    }
 
 
 def _check_shared(settings: "RunSettings", rollouts: set[int], others: dict[str, tuple[int, ...]]) -> None:

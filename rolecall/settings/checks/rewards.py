@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from rolecall.settings.algorithm.advantages import GdpoAdvantage, GrpoAdvantage, PassAtKAdvantage
-from rolecall.settings.conditions import may_meet
 from rolecall.settings.reward import FunctionScorer, LengthScorer, shadows_of
+from rolecall.settings.section import may_meet
 
 if TYPE_CHECKING:
     from rolecall.settings.run import RunSettings

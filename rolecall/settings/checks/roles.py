@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from rolecall.address import is_loopback
 from rolecall.columns import TEACHER
 from rolecall.settings.algorithm.advantages import CustomAdvantage
 from rolecall.settings.algorithm.kl import ACTOR_BASE
@@ -19,9 +20,9 @@ _OTHERS = re.compile(r"controller|actor|critic|reward|store|rollout(-.*)?")
 """Names of the run's other processes; the launcher, and files of several machines, know a process by its name alone."""
 
 
-def check_names(references: Iterable[str]) -> None:
-    """ValueError for a name of a reference that no process can have, or that another role has."""
-    for name in references:
+def check_names(instances: Iterable[str]) -> None:
+    """ValueError for a name of a reference or a server that no process can have, or that another role has."""
+    for name in instances:
         if not _REFERENCE.fullmatch(name):
             raise ValueError(
                 f"{name!r} names a process, a log and a host; give it up to 42 letters, digits, '.', '_' and '-', "
@@ -38,6 +39,22 @@ def check_environment_names(environments: Iterable[str]) -> None:
             raise ValueError(
                 f"{name!r} stands in the names of metrics, certificates and pods; give it up to 42 lower-case letters, "
                 "digits and '-', with a letter or digit first and last"
+            )
+
+
+def check_servers(settings: "RunSettings") -> None:
+    """ValueError for a server of the reward's that is called as another process, or that others could listen in on."""
+    try:
+        check_names(settings.reward.servers)
+    except ValueError as error:
+        raise ValueError(f"reward.servers: {error}") from error
+    for name in settings.reward.servers.keys() & settings.references.keys():
+        raise ValueError(f"reward.servers.{name}: an instance under references is called so; rename one of them")
+    for name, section in settings.reward.servers.items():
+        if section.bind is not None and not is_loopback(section.bind) and not settings.rpc.behind_mesh:
+            raise ValueError(
+                f"reward.servers.{name}.bind {section.bind} is beyond this machine, and vLLM's server speaks no TLS "
+                "here; bind 127.0.0.1, or set rpc.behind_mesh when a service mesh encrypts it"
             )
 
 

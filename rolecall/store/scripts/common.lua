@@ -6,7 +6,7 @@
 --
 --   run            hash    ctl, holder, beat, lineage, lineage_gid, step, published_step, policy_version, begun_version, begun_step,
 --                          epoch, next_gid, cursor, admitted, trained, dropped:<reason>, failed:<reason> (gids of the newest dead letters), freed_step, paused,
---                          algorithm_state, server (its replication id), mark (writes of controllers), set_back, id (no other ledger has it, also none of this
+--                          algorithm_state, evaluated_step, server (its replication id), mark (writes of controllers), set_back, id (no other ledger has it, also none of this
 --                          run's name: delivery counts are compared within it)
 --   prompts        stream  admitted groups, one entry each (gid, group, traceparent); consumer group `rollout`
 --   trajectories   stream  committed groups, one entry each (gid, group); read by position, no consumer group

@@ -40,16 +40,17 @@ class Layout:
         self.group: dist.ProcessGroup = dist.group.WORLD
         self.device = device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        fixed = parallel.replicate * parallel.sequence * parallel.tensor
+        fixed = parallel.replicate * parallel.slot_size
         if self.world_size % fixed:
             raise ConfigError(
                 f"{self.world_size} ranks cannot be laid out as replicate x sequence x tensor = {fixed}; change "
                 "num_ranks or parallel"
             )
-        slot_size = parallel.sequence * parallel.tensor
-        self.data_rank, self.data_size = self.rank // slot_size, self.world_size // slot_size
-        """The index of the slot that this rank belongs to, and the number of slots."""
-        self.is_slot_leader = self.rank % slot_size == 0
+        self.data_rank = parallel.slot_of(self.rank, self.world_size)
+        """Index of the slot that this rank belongs to."""
+        self.data_size = self.world_size // parallel.slot_size
+        """Number of slots."""
+        self.is_slot_leader = parallel.leads_slot(self.rank, self.world_size)
         """Whether this rank counts for its slot: the others compute the same numbers."""
         ranks = torch.arange(self.world_size).view(parallel.replicate, -1, parallel.sequence, parallel.tensor)
         self.sequence: SequenceShare | None = None

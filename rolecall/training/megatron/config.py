@@ -72,7 +72,7 @@ def transformer_config(model: PackedModel, options: EngineOptions) -> Transforme
 
 def _stages(options: EngineOptions) -> list[list[str]]:
     """Megatron's words for the layers of each stage, those of every rank's first stage before those of its second."""
-    counts = split_layers(options.path, options.parallel, options.megatron)
+    counts = split_layers(options.path, options.parallel, options.megatron, head=options.head)
     stages = [["decoder"] * count for count in counts]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")

@@ -9,24 +9,19 @@ One thread, the device's. Nothing that fails here ends a step: the trace says wh
 asked a trace of is not touched.
 """
 
-import gzip
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from rolecall.disk import writing
-from rolecall.errors import DiskFullError, RoleCallError
 from rolecall.training.account.memory import Phase, PhaseMemory
+from rolecall.training.account.traces import Tracer, write_trace
 from rolecall.training.serving.background import in_background
 from rolecall.training.serving.hooks import nothing
-from rolecall.training.step.operators import operator_times
 from rolecall.v1.training_pb2 import RankTrace
 
 logger = logging.getLogger(__name__)
@@ -40,9 +35,6 @@ WRITE_TIMEOUT_S = 60.0
 role.
 """
 _POLL_S = 1.0
-_TAIL_BYTES = 64
-_NUM_OPERATORS = 10
-"""Operators that are named, the longest."""
 
 
 class StepRecorder:
@@ -105,7 +97,7 @@ class StepRecorder:
 
     def _written(self, taken: profile, path: Path) -> RankTrace:
         deadline = time.monotonic() + WRITE_TIMEOUT_S
-        writer = in_background(lambda: _write(taken, path, self._memory.device), "trace")
+        writer = in_background(lambda: write_trace(taken, path, self._memory.device), "trace")
         while True:
             try:
                 return writer.result(timeout=_POLL_S)
@@ -113,10 +105,6 @@ class StepRecorder:
                 self._progressed()
                 if time.monotonic() > deadline:
                     return RankTrace(failure=f"{path} was still being written after {WRITE_TIMEOUT_S:.0f} s")
-            except RoleCallError as error:
-                return RankTrace(failure=error.message)
-            except Exception as error:  # of torch's exporter, in a thread: other people's function
-                return RankTrace(failure=f"{type(error).__name__}: {error}")
 
 
 class _Recording:
@@ -125,62 +113,16 @@ class _Recording:
     def __init__(self, device: torch.device, num_passed: int) -> None:
         self._num_passed = num_passed
         self._num_forward = 0
-        self._failure = "no pass of the model was made"
-        self._profile: profile | None = None
-        self._device = device
+        self._tracer = Tracer(device)
 
     def around(self, phase: Phase) -> AbstractContextManager[object]:
         """Called as each phase begins: starts the profiler in time, and then names the phase in the trace."""
         if phase == "forward":
             if self._num_forward == self._num_passed:
-                self._start()
+                self._tracer.start()
             self._num_forward += 1
-        return nullcontext() if self._profile is None else record_function(phase)
-
-    def _start(self) -> None:
-        # Not torch.profiler.profile, which imports torch's compiler at its first start: seconds, within a step.
-        gpu = None if self._device.type == "cpu" else self._device.type
-        started = profile(use_kineto=True, use_device=gpu, record_shapes=True)
-        try:
-            started.__enter__()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            self._failure = f"the profiler did not start: {error}"
-        else:
-            self._profile = started
+        return record_function(phase) if self._tracer.is_recording else nullcontext()
 
     def stop(self) -> tuple[profile | None, str]:
         """Stops the profiler; returns it with what it recorded, or says why it recorded nothing."""
-        if self._profile is None:
-            return None, self._failure
-        try:
-            self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            return None, f"the profiler did not stop: {error}"
-        return self._profile, ""
-
-
-def _write(taken: profile, path: Path, device: torch.device) -> RankTrace:
-    """Writes a trace whole or not at all. DiskFullError, and RoleCallError for whatever else the disk refuses."""
-    with writing("write", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=path.parent) as beside:
-            plain, packed = Path(beside, path.stem), Path(beside, path.name)
-            taken.export_chrome_trace(str(plain))  # type: ignore[no-untyped-call]
-            _require_whole(plain, path)
-            with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:
-                shutil.copyfileobj(source, target)
-            packed.replace(path)
-    times = operator_times(taken, device)
-    total_s = sum(operator.self_s for operator in times)
-    return RankTrace(path=str(path), num_bytes=path.stat().st_size, operators=times[:_NUM_OPERATORS], total_s=total_s)
-
-
-def _require_whole(plain: Path, path: Path) -> None:
-    """DiskFullError for a file that the exporter, which tells only the log of a full disk, did not write to its end."""
-    tail = b""
-    if plain.exists():
-        with plain.open("rb") as file:
-            file.seek(max(0, plain.stat().st_size - _TAIL_BYTES))
-            tail = file.read()
-    if not tail.rstrip().endswith(b"}"):
-        raise DiskFullError(f"{path} could not be written to its end; is there space on its disk?")
+        return self._tracer.stop(), self._tracer.failure

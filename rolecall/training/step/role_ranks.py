@@ -232,7 +232,7 @@ class TrainerRanks(ColumnRanks):
             progress.profile.MergeFrom(
                 training_pb2.StepProfile(
                     step=batch.step,
-                    num_microbatches=recorder.num_microbatches,
+                    num_passes=recorder.num_microbatches,
                     traces=[training_pb2.RankTrace.FromString(trace) for trace in everyone],
                 )
             )

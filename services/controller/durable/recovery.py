@@ -24,6 +24,7 @@ from services.controller.durable.run_point import Checkpoints, RunPoint
 from services.controller.recovered import Recovered
 from services.controller.step.adaptive import AdaptiveState
 from services.controller.step.trainers import Trainer
+from services.controller.tasks import at_once
 from services.controller.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
@@ -65,11 +66,12 @@ class Recovery:
             snapshot, sets_back = await self._begin_lineage(snapshot.position, latest[1]), True
         if latest is not None and sets_back:
             is_actor_restored = True
-            loaded = [await trainer.load(ctl, latest[0]) for trainer in self.trainers]
+            loaded = await at_once([trainer.load(ctl, latest[0]) for trainer in self.trainers])
             versions += [answer.policy_version for answer in loaded]
         else:
-            for trainer, info in zip(self.trainers, infos, strict=True):
-                versions.append(await self._bring_up(ctl, trainer, info, latest, snapshot.position.step))
+            step = snapshot.position.step
+            trainers = zip(self.trainers, infos, strict=True)
+            versions += await at_once([self._bring_up(ctl, *trainer, latest, step) for trainer in trainers])
             if any(info.step > snapshot.position.step for info in infos):
                 snapshot = await self._finish_step(ctl, snapshot.position.step)
         await self.threads.call(self.require_one_width)
@@ -166,6 +168,7 @@ class Recovery:
             epoch=point.epoch,
             cursor=point.cursor.encode(),
             algorithm_state=point.algorithm_state.encode(),
+            evaluated_step=point.evaluated_step,
             trained=point.trained,
             dropped=point.dropped,
         )
@@ -221,7 +224,7 @@ class Recovery:
                 "from a checkpoint"
             )
         self.report(f"step {step}, which was applied and not counted")
-        results = [await trainer.train(ctl, step, batch.digest, self.report) for trainer in self.trainers]
+        results = await at_once([trainer.train(ctl, step, batch.digest, self.report) for trainer in self.trainers])
         algorithm = self.settings.algorithm
         state = AdaptiveState.decode(algorithm, (await self.threads.call(self.ledger.position)).algorithm_state).after(
             algorithm, batch, results

@@ -45,6 +45,8 @@ class RunPoint:
     """
     algorithm_state: str = ""
     """What the algorithm carries into the next step, encoded."""
+    evaluated_step: int = -1
+    """Steps applied at the last evaluation that was recorded; -1 before the first."""
     ctl: int = 0
     """Fencing number of the controller that made it."""
     identity: dict[str, Any] = field(default_factory=dict)
@@ -83,6 +85,7 @@ def take_point(
         untrained=encode_prompts(prompts_in_flight(ledger, rows, position.next_gid)),
         waiting=encode_prompts(backlog_at(position.next_gid)),
         algorithm_state=position.algorithm_state.decode(),
+        evaluated_step=position.evaluated_step,
         ctl=ledger.ctl,
         identity=kept(run.dir),
     )

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from rolecall.algorithms.filters import REASONS, reason_to_drop
+from rolecall.algorithms.filters import REASONS, judged_by, reason_to_drop
 from rolecall.columns import ROUTED_EXPERTS
 from rolecall.errors import BudgetSpentError, RowMissingError, ScorerError, ScorerUnavailableError
 from rolecall.settings import RunSettings
@@ -191,12 +191,13 @@ class Collection:
 
     async def _sort(self, group: ScoredGroup) -> None:
         """Keeps the success rate of the group's prompt, then keeps or drops the group."""
-        solved_at = self._settings.reward.solved_at
-        known = self._prompts.visited(group.prompt_uid, group.gid, float((group.rewards_G >= solved_at).mean()))
+        solved_at, filters = self._settings.reward.solved_at, self._settings.algorithm.filters
+        judged = judged_by(filters, group.rewards_G, group.components)
+        known = self._prompts.visited(group.prompt_uid, group.gid, float((judged >= solved_at).mean()))
         if known is not None:
             await self._threads.call(self._ledger.rate, group.prompt_uid, known)
         reason = reason_to_drop(
-            self._settings.algorithm.filters,
+            filters,
             group.rewards_G,
             group.components,
             group.truncated_G,

@@ -118,12 +118,11 @@ class DeviceShifts:
     async def _clear(self, ctl: int, side: Side) -> None:
         """Has rollouts, and references that may be there, leave the devices to `side`."""
         was_scoring = self._shift == "scoring"
-        self._board.wait_for(
-            f"the {'references' if was_scoring else 'rollouts'} to leave the shared devices", "switching"
-        )
+        there = set(self._references) if self._shift in ("none", "scoring") else set()
+        who = "references" if was_scoring else "rollouts and references" if there else "rollouts"
+        self._board.wait_for(f"the {who} to leave the shared devices", "switching")
         self._fleet.revoke()
         asleep: set[str] = set()
-        there = set(self._references) if self._shift in ("none", "scoring") else set()
 
         async def ask() -> None:
             awake = [] if was_scoring else [each for each in self._fleet.rollouts() if each.consumer not in asleep]

@@ -7,7 +7,7 @@ once").
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -29,9 +29,6 @@ INFO_TIMEOUT_S = 10.0
 
 MOVE_TIMEOUT_S = 600.0
 """Deadline of one move between a shared device and host memory: 600 GB over a bus that does 1 GB/s."""
-
-PROFILE_TIMEOUT_S = 24 * 3600.0
-"""Deadline of a profile, which waits for the next steps, and in a paused run for its going on."""
 
 TrainerStub: TypeAlias = ActorServiceStub | CriticServiceStub
 
@@ -115,12 +112,6 @@ class Trainer:
     async def onload(self, ctl: int, *parts: training_pb2.StatePart.ValueType) -> None:
         """Has it take them back. DeviceFullError where the device has no room for them."""
         await self.stub.Onload(training_pb2.OnloadRequest(ctl=ctl, parts=parts), timeout=MOVE_TIMEOUT_S)
-
-    async def profile(self, ctl: int, num_steps: int) -> AsyncIterator[training_pb2.ProfileResponse]:
-        """Has it record its next steps; ends with its reader."""
-        request = training_pb2.ProfileRequest(ctl=ctl, num_steps=num_steps)
-        async for response in self.stub.Profile(request, timeout=PROFILE_TIMEOUT_S):
-            yield response
 
     async def load(self, ctl: int, checkpoint: Committed) -> training_pb2.LoadTrainerCheckpointResponse:
         """Restores its share of a checkpoint."""

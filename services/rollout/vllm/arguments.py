@@ -67,7 +67,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         enable_chunked_prefill=None if config.devices else False,
         disable_log_stats=True,  # vLLM's own, in its log; UseLog gets them
         weight_transfer_config=WeightTransferConfig(backend="rolecall"),
-        worker_extension_cls="rolecall.weights.receiver.WorkerExtension",
+        worker_extension_cls="services.rollout.vllm.worker.RolloutWorker",
         enable_return_routed_experts=config.mixture is not None,
     )
     if config.image_token_id is not None:

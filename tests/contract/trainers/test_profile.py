@@ -81,7 +81,7 @@ async def test_a_step_that_was_asked_for_leaves_a_trace_of_its_operators_and_oth
         await step(stub, batches, ctl, 2)
         (profile,) = await told
     (trace,) = profile.traces
-    assert (profile.step, profile.num_microbatches) == (1, MAX_MICROBATCHES)
+    assert (profile.step, profile.num_passes) == (1, MAX_MICROBATCHES)
     assert [path.name for path in (tmp_path / "profiles").iterdir()] == ["actor-step1-rank0.json.gz"]
     assert trace.path == str(tmp_path / "profiles" / "actor-step1-rank0.json.gz")
     assert trace.num_bytes == Path(trace.path).stat().st_size

@@ -59,9 +59,9 @@ class Reporter(controller_pb2_grpc.ControllerServiceServicer):
 
     Join = Heartbeat = PauseRun = ResumeRun = SaveCheckpoint = _nothing
 
-    async def ProfileTrainer(
-        self, request: controller_pb2.ProfileTrainerRequest, context: Any
-    ) -> AsyncIterator[controller_pb2.ProfileTrainerResponse]:
+    async def ProfileWorker(
+        self, request: controller_pb2.ProfileWorkerRequest, context: Any
+    ) -> AsyncIterator[controller_pb2.ProfileWorkerResponse]:
         """Refuses, as it does all else."""
         yield await self._nothing(request, context)
 

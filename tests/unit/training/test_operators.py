@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from rolecall.training.step.operators import operator_times
+from rolecall.training.account.operators import operator_times
 
 
 def test_operators_take_what_torch_says_they_take() -> None:
