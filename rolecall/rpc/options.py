@@ -57,7 +57,9 @@ def server_options(max_age_s: float | None = None, max_message_bytes: int = MAX_
         *_sizes(max_message_bytes),
         *_keepalive(KEEPALIVE_S),
         ("grpc.so_reuseport", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
+        # Pings of a client whose call has nothing to hear yet: the third within 300 s would end its connection, and all
+        # calls on it.
+        ("grpc.http2.max_ping_strikes", 0),
         ("grpc.keepalive_permit_without_calls", 1),
     ]
 

@@ -4,6 +4,8 @@ it is safe, and a trace.
 
 import asyncio
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from opentelemetry import trace
@@ -13,7 +15,7 @@ from rolecall.errors import DeadlineError, NotAttestedError, UnavailableError
 from rolecall.rpc import deadlines
 from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
-from rolecall.rpc.options import KEEPALIVE_S, channel_options
+from rolecall.rpc.options import KEEPALIVE_S, channel_options, server_options
 from rolecall.settings import TelemetrySection
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
 from tests.contract.peer import SERVICE, Peer, serving
@@ -151,6 +153,25 @@ async def test_a_trace_passes_through_a_call(peer: Peer, address: str) -> None:
             trace_id = trace.format_trace_id(span.get_span_context().trace_id)
     assert seen == [trace_id]
     assert trace_id in peer.metadata["traceparent"]
+
+
+async def test_a_call_that_has_nothing_to_hear_for_many_pings_goes_on(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolecall.rpc.options.KEEPALIVE_S", 0.1)
+    peer.delay_s = 3.0
+    async with serving(peer) as (_, address), open_channel(address, party(Caller.OPERATOR)) as channel:
+        told = controller_pb2_grpc.ControllerServiceStub(channel).WatchRun(WATCH)
+        assert len([message async for message in told]) == peer.num_sent
+
+
+def test_every_option_is_one_that_grpc_knows() -> None:
+    """It passes over others without a word."""
+    core = find_spec("grpc._cython.cygrpc")
+    assert core is not None
+    known = Path(str(core.origin)).read_bytes()
+    named = {name for name, _ in [*server_options(60.0), *channel_options([], loopback=True)]}
+    assert [name for name in sorted(named) if name.encode() not in known] == []
 
 
 def test_a_strangers_server_is_pinged_less_often_than_grpc_allows_by_default() -> None:
