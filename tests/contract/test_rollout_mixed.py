@@ -4,6 +4,7 @@ says, and one environment that is away, hangs or is full keeps no other group wa
 
 import asyncio
 import socket
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -204,3 +205,31 @@ async def test_an_environment_with_few_places_is_played_in_one_group_at_a_time_b
     assert found == {("game", 2, 0.5): MAX_GROUPS, ("other", 2, 0.5): MAX_GROUPS}
     assert most == 4, "nothing was refused for want of a place"
     assert store.balance() == (2 * MAX_GROUPS, 0, 0, 2 * MAX_GROUPS)
+
+
+async def test_a_full_environment_delays_no_claim_of_what_is_admitted_meanwhile(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    """Eight groups one after another, each of which a wait for the end of an episode would cost most of a second."""
+    full = threading.Event()
+
+    class Held(Game):
+        def step(self, action: Action) -> Answer:
+            full.wait(60)
+            return super().step(action)
+
+    async with environment(Held, max_sessions=4) as (game, held):
+        async with rollout_of(store, folder, game={"address": game}) as rollout:
+            admit(rollout, 2, "game")
+            await rollout.publish(1)
+            await until(lambda: held.num_open == 4)
+            try:
+                async with asyncio.timeout(3):
+                    for count in range(1, 9):
+                        await asyncio.sleep(0.1)  # nothing is left to claim
+                        admit(rollout, 1, "")
+                        await rollout.committed(count)
+            finally:
+                full.set()
+            found = await played(rollout, 10)
+    assert found == {("game", 2, 0.5): 2, ("", 0, None): 8}
