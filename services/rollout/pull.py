@@ -26,6 +26,7 @@ from typing import Any
 
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import (
+    ConfigError,
     DeadlineError,
     GenerationError,
     LeaseLostError,
@@ -140,7 +141,9 @@ class PullLoop:
         return len(self._work)
 
     async def run(self) -> None:
-        """Pulls until drained. Raises WorkerLostError when the engine is gone, and whatever nobody expected."""
+        """Pulls until drained. Raises WorkerLostError when the engine is gone, ConfigError when this rollout's file is
+        not the run's, and whatever nobody expected.
+        """
         renewal = asyncio.create_task(self._renew())
         renewal.add_done_callback(self._ended)
         try:
@@ -328,6 +331,9 @@ class PullLoop:
                 await self._commit(work, *await self._sample(claim))
                 return True
             except WorkerLostError:
+                raise
+            except ConfigError as error:  # of this role alone: others sample the group, and here none like it is
+                await self._release(work, error.message)
                 raise
             except LeaseLostError as error:
                 logger.warning("group %d was sampled in vain: %s", claim.group.gid, error.message)

@@ -17,7 +17,7 @@ from openai import OpenAI
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment import Action, Agent, Answer, Env, Policy, Task
 from rolecall.environment.checks import environment_fits
-from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.v1 import trajectory_pb2
 from services.rollout.episodes import sampler_of
@@ -120,9 +120,21 @@ async def test_each_group_is_played_where_its_prompt_says_and_so_is_what_is_eval
                 assert [len(answer.meta.episode.turns) for answer in answers] == [num_turns] * 2
                 assert {answer.meta.prompt.environment for answer in answers} == {name}
             rollout.environment = "tools"
-            with pytest.raises(InvalidInputError, match=r"environments\.tools, and this rollout's file has \['agent'"):
+            with pytest.raises(ConfigError, match=r"environments\.tools, and this rollout's file has \['agent'"):
                 await rollout.generate(1)
     assert store.balance() == (6, 0, 0, 6)
+
+
+async def test_a_rollout_of_another_file_ends_and_counts_nothing_against_a_group_that_it_cannot_play(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    async with rollout_of(store, folder) as rollout:
+        admit(rollout, 1, "game")
+        await rollout.publish(1)
+        with pytest.raises(ConfigError, match=r"environments\.game, and this rollout's file has none"):
+            await asyncio.wait_for(asyncio.shield(rollout.pulling), 30)
+        store.publish(2, 2, "r.0")
+        assert [claim.deliveries for claim in store.worker("r.0").claim(1)] == [1]
 
 
 @pytest.mark.parametrize("how", ["away", "hangs"])
