@@ -163,6 +163,9 @@ def _said(kind: type[Section], item: ErrorDetails) -> str:
         case "union_tag_invalid":
             return f"there is no kind {item['ctx']['tag']!r}; there are {item['ctx']['expected_tags']}"
         case "model_attributes_type" | "model_type":
+            *parents, name = map(str, item["loc"])
+            if _holds_names(kind, parents) and any(name in each.model_fields for each in _sections_at(kind, parents)):
+                return f"{parents[-1]} holds sections by their names; write {parents[-1]}: {{NAME: {{{name}: ...}}}}"
             return "a section is wanted; give its fields, as in {field: value}"
         case "extra_forbidden":
             return f"there is no such setting{_suggestion(kind, item['loc'])}; correct or remove it"
@@ -204,10 +207,21 @@ def _sections_at(kind: type[BaseModel], parents: Sequence[str]) -> list[type[Bas
     return sections
 
 
+def _holds_names(kind: type[BaseModel], location: Sequence[str]) -> bool:
+    """Whether sections stand there by names."""
+    *above, name = location or ("",)
+    fields = [section.model_fields[name] for section in _sections_at(kind, above) if name in section.model_fields]
+    return any(_is_mapping(field.annotation) for field in fields)
+
+
+def _is_mapping(annotation: Any) -> bool:
+    return "dict" in str(annotation)
+
+
 def _paths(kind: type[BaseModel], above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     for name, field in kind.model_fields.items():
         yield (*above, name)
-        between = ("*",) if "dict" in str(field.annotation) else ()
+        between = ("*",) if _is_mapping(field.annotation) else ()
         for section in _sections(field.annotation):
             yield from _paths(section, (*above, name, *between))
 

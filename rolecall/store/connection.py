@@ -88,6 +88,11 @@ class Connection:
                     f"the store is full ({error}); raise store.max_bytes or lower what is in flight"
                 ) from error
             except (*_LOST, exceptions.ResponseError) as error:
+                if "ACL failure in script" in str(error):
+                    raise ConfigError(
+                        f"the store lets this user do less than this release asks: {error}; make its users again "
+                        "(rolecall store-acl)"
+                    ) from error
                 if not isinstance(error, _LOST) and not str(error).startswith(_PASSING):
                     raise
                 if time.monotonic() + pause > deadline:

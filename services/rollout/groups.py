@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from rolecall.errors import InvalidInputError
+from rolecall.errors import ConfigError
 from rolecall.store.prompts import Claim
 from rolecall.v1 import trajectory_pb2
 from services.rollout.replica import Replica, Response
@@ -89,7 +89,7 @@ class MixedGroups:
 
     async def sample(self, claim: Claim) -> tuple[list[SampleRequest], list[Response]]:
         """Returns what each trajectory of the group began with, and the whole of it, the greedy one last. Cancelling it
-        leaves nothing open. Errors as GroupSampler.sample; InvalidInputError for an environment that there is not.
+        leaves nothing open. Errors as GroupSampler.sample; ConfigError for an environment that there is not.
         """
         group = claim.group
         if (player := self._player(group.prompt)) is not None:
@@ -122,7 +122,7 @@ class MixedGroups:
         if not prompt.environment:
             return None
         if prompt.environment not in self._played:
-            raise InvalidInputError(
+            raise ConfigError(
                 f"prompt {prompt.uid!r} is played in environments.{prompt.environment}, and this rollout's file has "
                 f"{sorted(self._played) or 'none'}; give it the environments of the run"
             )

@@ -26,6 +26,7 @@ from typing import Any
 
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import (
+    ConfigError,
     DeadlineError,
     GenerationError,
     LeaseLostError,
@@ -128,6 +129,8 @@ class PullLoop:
         """Groups in hand, by entry and token: an entry that was lost may be claimed again while its first attempt still
         ends.
         """
+        self._arrival: asyncio.Task[None] | None = None
+        """A wait for work beside groups in hand, which goes on while those end; None: none is under way."""
         self._draining = asyncio.Event()
         self._drained = asyncio.Event()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -138,7 +141,9 @@ class PullLoop:
         return len(self._work)
 
     async def run(self) -> None:
-        """Pulls until drained. Raises WorkerLostError when the engine is gone, and whatever nobody expected."""
+        """Pulls until drained. Raises WorkerLostError when the engine is gone, ConfigError when this rollout's file is
+        not the run's, and whatever nobody expected.
+        """
         renewal = asyncio.create_task(self._renew())
         renewal.add_done_callback(self._ended)
         try:
@@ -150,7 +155,7 @@ class PullLoop:
                 await self._until(asyncio.ensure_future(self._drained.wait()), cancel=True)
         finally:
             renewal.cancel()
-            for task in self._tasks():
+            for task in [*self._tasks(), *([self._arrival] if self._arrival is not None else [])]:
                 task.cancel()
             self._fatal.cancel()
 
@@ -205,7 +210,10 @@ class PullLoop:
         lacks_places = room.lacks_places and not claims
         self._replica.note_places(missing=lacks_places)
         if lacks_places and self._work:
-            await self._until(*self._tasks())  # one that ends gives places back
+            if self._arrival is None or self._arrival.done():
+                self._arrival = asyncio.create_task(self._wait_for_work())
+                self._arrival.add_done_callback(self._ended)
+            await self._until(self._arrival, *self._tasks())  # one that ends gives places back
         elif not claims:
             await self._wait_for_work()
 
@@ -323,6 +331,9 @@ class PullLoop:
                 await self._commit(work, *await self._sample(claim))
                 return True
             except WorkerLostError:
+                raise
+            except ConfigError as error:  # of this role alone: others sample the group, and here none like it is
+                await self._release(work, error.message)
                 raise
             except LeaseLostError as error:
                 logger.warning("group %d was sampled in vain: %s", claim.group.gid, error.message)

@@ -4,6 +4,7 @@ says, and one environment that is away, hangs or is full keeps no other group wa
 
 import asyncio
 import socket
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +17,7 @@ from openai import OpenAI
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment import Action, Agent, Answer, Env, Policy, Task
 from rolecall.environment.checks import environment_fits
-from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.v1 import trajectory_pb2
 from services.rollout.episodes import sampler_of
@@ -119,9 +120,21 @@ async def test_each_group_is_played_where_its_prompt_says_and_so_is_what_is_eval
                 assert [len(answer.meta.episode.turns) for answer in answers] == [num_turns] * 2
                 assert {answer.meta.prompt.environment for answer in answers} == {name}
             rollout.environment = "tools"
-            with pytest.raises(InvalidInputError, match=r"environments\.tools, and this rollout's file has \['agent'"):
+            with pytest.raises(ConfigError, match=r"environments\.tools, and this rollout's file has \['agent'"):
                 await rollout.generate(1)
     assert store.balance() == (6, 0, 0, 6)
+
+
+async def test_a_rollout_of_another_file_ends_and_counts_nothing_against_a_group_that_it_cannot_play(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    async with rollout_of(store, folder) as rollout:
+        admit(rollout, 1, "game")
+        await rollout.publish(1)
+        with pytest.raises(ConfigError, match=r"environments\.game, and this rollout's file has none"):
+            await asyncio.wait_for(asyncio.shield(rollout.pulling), 30)
+        store.publish(2, 2, "r.0")
+        assert [claim.deliveries for claim in store.worker("r.0").claim(1)] == [1]
 
 
 @pytest.mark.parametrize("how", ["away", "hangs"])
@@ -204,3 +217,31 @@ async def test_an_environment_with_few_places_is_played_in_one_group_at_a_time_b
     assert found == {("game", 2, 0.5): MAX_GROUPS, ("other", 2, 0.5): MAX_GROUPS}
     assert most == 4, "nothing was refused for want of a place"
     assert store.balance() == (2 * MAX_GROUPS, 0, 0, 2 * MAX_GROUPS)
+
+
+async def test_a_full_environment_delays_no_claim_of_what_is_admitted_meanwhile(
+    store: StoreUnderTest, folder: Path
+) -> None:
+    """Eight groups one after another, each of which a wait for the end of an episode would cost most of a second."""
+    full = threading.Event()
+
+    class Held(Game):
+        def step(self, action: Action) -> Answer:
+            full.wait(60)
+            return super().step(action)
+
+    async with environment(Held, max_sessions=4) as (game, held):
+        async with rollout_of(store, folder, game={"address": game}) as rollout:
+            admit(rollout, 2, "game")
+            await rollout.publish(1)
+            await until(lambda: held.num_open == 4)
+            try:
+                async with asyncio.timeout(3):
+                    for count in range(1, 9):
+                        await asyncio.sleep(0.1)  # nothing is left to claim
+                        admit(rollout, 1, "")
+                        await rollout.committed(count)
+            finally:
+                full.set()
+            found = await played(rollout, 10)
+    assert found == {("game", 2, 0.5): 2, ("", 0, None): 8}

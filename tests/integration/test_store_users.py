@@ -84,6 +84,19 @@ def test_every_role_does_its_work_as_its_own_user_and_tries_nothing_else(server:
     assert [entry for entry in refused if "client|" not in str(entry)] == []
 
 
+def test_a_user_of_an_earlier_release_commits_nothing_halfway_and_is_told_to_be_made_again(server: Server) -> None:
+    rules = rights("rollout", "one").replace(" ~{rl:one}:played", "")
+    (user,) = (
+        name for name in map(str, server.admin.acl_users()) if name.startswith("one.") and name.endswith("rollout")
+    )
+    server.admin.execute_command("ACL", "SETUSER", user, "resetkeys", *rules.split())  # type: ignore[no-untyped-call]
+    controller, rollout = server.connect("one", "controller"), server.connect("one", "rollout")
+    with pytest.raises(ConfigError, match=r"make its users again \(rolecall store-acl\)|refuses this user"):
+        one_group_from_admission_to_training(controller, "one", rollout, controller)
+    counts = Ledger(controller, "one").counts()
+    assert (counts.generating, counts.committed) == (4, 0)
+
+
 def test_users_work_through_sentinels_and_on_the_replica_that_takes_over(
     servers: PlainServers, make_settings: MakeSettings, tmp_path: Path
 ) -> None:

@@ -85,7 +85,11 @@ def test_the_section_of_one_environment_is_named_and_none_is_left_over(tmp_path:
     assert [*load_settings(file).environments] == ["game"]
     for written, told in (
         ({"environment": ADDRESS}, r"environment: there is no such setting \(did you mean 'environments'\?\)"),
-        ({"environments": ADDRESS}, r"environments\.address: a section is wanted; give its fields"),
+        (
+            {"environments": ADDRESS},
+            r"environments\.address: environments holds sections by .* environments: \{NAME: \{address: \.\.\.\}\}",
+        ),
+        ({"environments": {"game": 8}}, r"environments\.game: a section is wanted; give its fields"),
     ):
         file.write_text(yaml.safe_dump({**smallest_tree(tmp_path), **written}))
         with pytest.raises(ConfigError, match=told):

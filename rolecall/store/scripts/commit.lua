@@ -14,12 +14,13 @@ for i = 7, #ARGV, 2 do
     return {'UNATTESTED', 'group ' .. gid .. ' holds tokens of version ' .. ARGV[i] .. ' under a digest that was never attested'}
   end
 end
+-- Before all else that is written: users of the store that an earlier release made may not do it.
+redis.call('HDEL', played, entry)
 local trajectory = redis.call('XADD', trajectories, '*', 'gid', gid, 'group', ARGV[5])
 redis.call('HSET', key, 'state', 'committed', 'token', token, 'trajectory', trajectory)
 redis.call('XACK', prompts, 'rollout', entry)
 redis.call('XDEL', prompts, entry)
 redis.call('HDEL', suspects, entry)
-redis.call('HDEL', played, entry)
 local spans = {}
 for i = 7, #ARGV, 2 do spans[#spans + 1] = ARGV[i] end
 note(gid, 'committed', 'token', token, 'versions', table.concat(spans, ' '), 'tokens', ARGV[6])
