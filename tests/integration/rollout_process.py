@@ -206,12 +206,16 @@ def group(
     max_tokens: int = 24,
     temperature: float = 0.8,
     greedy_response: bool = False,
+    environment: str = "",
 ) -> trajectory_pb2.PromptGroup:
-    """A group to admit."""
+    """A group to admit; `environment`: the one that it is played in."""
     return trajectory_pb2.PromptGroup(
         gid=gid,
         prompt=trajectory_pb2.Prompt(
-            uid=f"p{gid}", token_ids=np.array(prompt, dtype="<i4").tobytes(), ground_truth="x"
+            uid=f"p{gid}",
+            token_ids=np.array(prompt, dtype="<i4").tobytes(),
+            ground_truth="x",
+            environment=environment,
         ),
         num_responses=num_responses,
         sampling=trajectory_pb2.SamplingParams(temperature=temperature, top_p=1.0, max_tokens=max_tokens),

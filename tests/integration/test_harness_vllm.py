@@ -80,7 +80,7 @@ def test_an_agents_rows_are_what_hugging_face_says_of_their_tokens(rollout: Roll
     rollout.open_epoch()
     rollout.publish()
     for gid in range(2):
-        assert rollout.ledger.admit(group(gid, [5, 6], 4, max_tokens=150, temperature=1.0), b"")
+        assert rollout.ledger.admit(group(gid, [5, 6], 4, max_tokens=150, temperature=1.0, environment="game"), b"")
     for one in committed(rollout, 2):
         rows, metas = rollout.rows.read(one.rows, SAMPLED_COLUMNS), rollout.rows.read_meta(one.rows)
         for row, meta in zip(rows, metas, strict=True):
@@ -97,7 +97,7 @@ def test_an_agents_rows_are_what_hugging_face_says_of_their_tokens(rollout: Roll
 def test_sampler_and_trainer_agree_over_turns_and_segments(rollout: RolloutProcess, tmp_path: Path) -> None:
     """The rollout's logprobs against one packed pass of the trainer's over all segments, as the row has them."""
     for gid in (2, 3):
-        forking = group(gid, [5, 6], 4, max_tokens=150, temperature=1.0)
+        forking = group(gid, [5, 6], 4, max_tokens=150, temperature=1.0, environment="game")
         forking.prompt.ground_truth = "forking"
         assert rollout.ledger.admit(forking, b"")
     refs = [ref for one in committed(rollout, 4) for ref in one.rows]
@@ -116,7 +116,7 @@ def test_sampler_and_trainer_agree_over_turns_and_segments(rollout: RolloutProce
 
 
 def test_a_killed_rollout_leaves_no_agent_that_calls(rollout: RolloutProcess, log: Path) -> None:
-    endless = group(4, [5, 6], 4, max_tokens=150, temperature=1.0)
+    endless = group(4, [5, 6], 4, max_tokens=150, temperature=1.0, environment="game")
     endless.prompt.ground_truth = "endless"
     assert rollout.ledger.admit(endless, b"")
     waited(lambda: log.read_text().count("begun") == 20)

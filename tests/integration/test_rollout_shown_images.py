@@ -68,7 +68,7 @@ def test_the_sampler_and_a_trainer_say_the_same_of_turns_behind_a_second_image(
             rollout.open_epoch()
             rollout.publish()
             for gid in range(2):
-                asked = group(gid, [1], 4, max_tokens=200, temperature=1.0)
+                asked = group(gid, [1], 4, max_tokens=200, temperature=1.0, environment="game")
                 asked.prompt.messages.add(role="user", content=f"which {gid}?")
                 # a random model seldom ends a turn by itself
                 asked.sampling.stop_token_ids.extend(range(EOS_TOKEN_ID + 100, 288))
