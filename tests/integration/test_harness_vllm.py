@@ -80,7 +80,7 @@ def test_an_agents_rows_are_what_hugging_face_says_of_their_tokens(rollout: Roll
     rollout.open_epoch()
     rollout.publish()
     for gid in range(2):
-        assert rollout.ledger.admit(group(gid, [5, 6], 4, max_tokens=150, temperature=1.0, environment="game"), b"")
+        rollout.ledger.admit(group(gid, [5, 6], 4, max_tokens=150, temperature=1.0, environment="game"), b"")
     for one in committed(rollout, 2):
         rows, metas = rollout.rows.read(one.rows, SAMPLED_COLUMNS), rollout.rows.read_meta(one.rows)
         for row, meta in zip(rows, metas, strict=True):
@@ -99,7 +99,7 @@ def test_sampler_and_trainer_agree_over_turns_and_segments(rollout: RolloutProce
     for gid in (2, 3):
         forking = group(gid, [5, 6], 4, max_tokens=150, temperature=1.0, environment="game")
         forking.prompt.ground_truth = "forking"
-        assert rollout.ledger.admit(forking, b"")
+        rollout.ledger.admit(forking, b"")
     refs = [ref for one in committed(rollout, 4) for ref in one.rows]
     rows = rollout.rows.read(refs, SAMPLED_COLUMNS)
     assert [len(ref.segment_starts) for ref in refs] == [0] * 8 + [2] * 8
@@ -118,7 +118,7 @@ def test_sampler_and_trainer_agree_over_turns_and_segments(rollout: RolloutProce
 def test_a_killed_rollout_leaves_no_agent_that_calls(rollout: RolloutProcess, log: Path) -> None:
     endless = group(4, [5, 6], 4, max_tokens=150, temperature=1.0, environment="game")
     endless.prompt.ground_truth = "endless"
-    assert rollout.ledger.admit(endless, b"")
+    rollout.ledger.admit(endless, b"")
     waited(lambda: log.read_text().count("begun") == 20)
     os.kill(rollout.process.pid, signal.SIGKILL)
     waited(lambda: log.read_text().count("left") == 4)
