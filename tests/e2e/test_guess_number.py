@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rolecall.config_file import read_tree
 from tests.ports import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -42,11 +43,12 @@ def trained(folder: Path, example: Path, server: str) -> list[dict[str, Any]]:
         "evaluation.sets.heldout.path": "heldout.jsonl",
     }
     words = [f"--{key}={folder / name}" for key, name in paths.items()]
+    (name,) = read_tree(example / "task.yaml")["environments"]
     game = subprocess.Popen([sys.executable, str(example / server), address], env=environment)
     try:
         subprocess.run(
             [sys.executable, "-m", "rolecall", "train", str(example / "task.yaml"), *words]
-            + [f"--environments.game.address={address}"],
+            + [f"--environments.{name}.address={address}"],
             check=True,
             env=environment,
             timeout=800,
