@@ -42,9 +42,9 @@ class Profiled(Peer):
             raise self.then
 
 
-async def commanded(peer: Peer, num_steps: int) -> int:
+async def commanded(peer: Peer, num_steps: int | None, worker: str = "actor") -> int:
     async with serving(peer) as (_, address):
-        return await asyncio.to_thread(profile, Run(address, party(Caller.OPERATOR)), "actor", num_steps)
+        return await asyncio.to_thread(profile, Run(address, party(Caller.OPERATOR)), worker, num_steps)
 
 
 async def test_each_step_is_shown_with_its_traces_and_the_heaviest_operators(
@@ -57,6 +57,20 @@ async def test_each_step_is_shown_with_its_traces_and_the_heaviest_operators(
     assert "step 4: 2 microbatches of actor and the optimizer's step after" in said
     assert "rank 0: /run/profiles/actor-step4-rank0.json.gz, 1.4 MB" in said
     assert "3.00    75%     30  aten::mm" in said
+
+
+async def test_a_rollout_records_twenty_steps_of_its_engine_unless_it_is_told_how_many(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    peer = Profiled(StepProfile(step=7, num_passes=20, traces=[WRITTEN, WRITTEN]))
+    assert await commanded(peer, None, "rollout-1") == 0
+    assert await commanded(peer, 5, "rollout-1") == 0
+    assert await commanded(peer, None) == 0
+    assert peer.asked == [("rollout-1", 20), ("rollout-1", 5), ("actor", 1)]
+    assert "rollout-1, version 7: 20 steps of its engine" in capsys.readouterr().out
+    lost = Profiled(then=UnavailableError("this role ends"))
+    with pytest.raises(WorkerLostError, match="rollout-1 was lost or the run ended after 0 of 1 traces"):
+        await commanded(lost, None, "rollout-1")
 
 
 async def test_a_trace_that_is_not_there_is_said_and_makes_the_command_fail(

@@ -49,7 +49,8 @@ class EngineProfiles:
             recording.cancel()
             try:
                 await asyncio.wait([recording])  # bounded: by the engine's answer, or its end
-                recording.cancelled() or recording.exception()
+                if not recording.cancelled():
+                    recording.exception()  # its caller has it, or has left
             finally:
                 self._recording = None
 
