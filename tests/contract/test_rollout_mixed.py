@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from openai import OpenAI
@@ -19,8 +19,11 @@ from rolecall.environment import Action, Agent, Answer, Env, Policy, Task
 from rolecall.environment.checks import environment_fits
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
+from rolecall.store.prompts import Claim
 from rolecall.v1 import trajectory_pb2
 from services.rollout.episodes import sampler_of
+from services.rollout.groups import GroupSampler, MixedGroups, Room
+from services.rollout.replica import Replica
 from tests.contract.environment_peers import client_of, environment
 from tests.contract.rollout_replica import MAX_GROUPS, ReplicaUnderTest, replica_under_test
 from tests.contract.test_rollout_episodes import LetterEngine
@@ -164,6 +167,25 @@ async def test_an_environment_that_does_not_answer_delays_its_own_groups_alone(
                 found = await played(rollout, 5 * MAX_GROUPS + 1)
     assert found["game", 2, 0.5] == 3 * MAX_GROUPS
     assert store.balance() == (5 * MAX_GROUPS + 1, 0, 0, 5 * MAX_GROUPS + 1)
+
+
+class Five:
+    """Plays five groups at a time."""
+
+    async def room(self, num_in_hand: int, max_groups: int) -> int:
+        return min(5 - num_in_hand, max_groups)
+
+
+async def test_what_is_in_hand_takes_places_of_its_own_environment_alone() -> None:
+    prompts = [trajectory_pb2.Prompt(environment=name) for name in ("game", "", "game", "other", "game")]
+    claims = [
+        Claim(f"{gid}-0", "r.0-1", trajectory_pb2.PromptGroup(gid=gid, prompt=prompt), 1, 0, "", "")
+        for gid, prompt in enumerate(prompts)
+    ]
+    five = cast(GroupSampler, Five())
+    groups = MixedGroups(cast(Replica, None), {"game": five, "other": five, "idle": five})
+    assert await groups.room(claims, 4) == Room(4, {"game": 2, "other": 4, "idle": 4})
+    assert (await groups.room(claims, 1)).places == {"game": 1, "other": 1, "idle": 1}
 
 
 async def test_check_compares_with_each_environment_the_components_that_score_what_it_plays(folder: Path) -> None:
