@@ -57,9 +57,11 @@ def test_the_launcher_starts_it_and_the_judge_asks_it_by_its_name(make_settings:
     assert scorer.address == f"http://{address}/v1"
     assert isinstance(scorer, ExternalScorer)
     assert scorer.asked.model == "grader"
-    named = make_settings(reward=asked(rubric={**RUBRIC, "model": "Qwen/Qwen3-30B-A3B"}))
-    names = configure(resolve(named), "grader").model_names
-    assert names == ("grader", "Qwen/Qwen3-30B-A3B"), "a rubric that names a model is asked as it is"
+    named = resolve(make_settings(reward=asked(rubric={**RUBRIC, "model": "Qwen/Qwen3-30B-A3B"})))
+    assert configure(named, "grader").model_names == ("grader", "Qwen/Qwen3-30B-A3B")
+    scorer = reward_settings(named).external["verdict"]
+    assert isinstance(scorer, ExternalScorer)
+    assert scorer.asked.model == "Qwen/Qwen3-30B-A3B", "one that somebody else started may know no other name"
 
 
 def test_one_that_is_started_elsewhere_is_called_where_it_is(make_settings: MakeSettings) -> None:
