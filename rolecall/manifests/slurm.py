@@ -92,6 +92,7 @@ def _of_every_run(settings: RunSettings) -> dict[str, object]:
         "port": STORE_PORT,
         "metrics_file": shlex.quote(str(settings.run.dir / "metrics.jsonl")),
         "max_restarts": settings.launcher.max_restarts,
+        "start_s": round(settings.controller.start_timeout_s),
         "backoff_s": max(1, round(settings.launcher.backoff_s)),
         "max_backoff_s": max(1, round(settings.launcher.max_backoff_s)),
         "environment": "".join(f"export {name}={value}\n" for name, value in role_environment(None).items()),

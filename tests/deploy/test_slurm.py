@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -153,14 +154,23 @@ COMMANDS = {
         code=$(sed -n "$(grep -c "^$name " started)p" "codes/$name" 2> /dev/null)
         [ -z "$code" ] || exit "$code"
         [ "$name" != store ] || exec python3 -c "$LISTEN"
-        until [ -e stopped ] || [ -e over ] || [ $SECONDS -gt 150 ]; do sleep 0.1; done""",
+        until [ -e stopped ] || [ -e over ] || [ $SECONDS -gt 150 ]; do
+            sleep 0.1
+            [ "$name" != controller ] || [ ! -e killed ] || exit 137
+        done""",
     "rolecall": """case $1 in
         stop) touch stopped ;;
         store-acl) mkdir -p "$3/actor" && touch "$3/actor/store-url" ;;
         ledger) echo balanced ;;
+        health) [ ! -e hangs ] || code=1 ;;
         esac
-        echo "$*" >> asked""",
-    "squeue": "[ -e cancelled ] && echo COMPLETING || echo RUNNING",
+        echo "$*" >> asked
+        exit ${code:-0}""",
+    "squeue": """case $* in
+        *--steps*) echo "7.5 reward"; echo "7.$(grep -c '^controller ' started) controller" ;;
+        *) [ -e cancelled ] && echo COMPLETING || echo RUNNING ;;
+        esac""",
+    "scancel": "echo $* >> killed",
     "valkey-server": "",
 }
 """What stands for Slurm, for `rolecall` and its roles on the script's PATH."""
@@ -197,7 +207,7 @@ class Job:
             "SLURM_CPUS_ON_NODE": "2",
             "LISTEN": LISTEN.replace("PORT", port),
         }
-        command = ["bash", "-c", script.replace("28000", port)]
+        command = ["bash", "-c", script.replace("28000", port).replace("ASK_S=30", "ASK_S=1")]
         with (self._folder / "said").open("w") as said:
             self.process = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
 
@@ -210,6 +220,10 @@ class Job:
         """Starts of a role so far."""
         return sum(line.startswith(f"{name} ") for line in self.lines("started"))
 
+    def said(self) -> str:
+        """What the script said so far."""
+        return (self._folder / "said").read_text()
+
     def end(self) -> tuple[int, str]:
         """Waits for the script's end; its exit code and what it said."""
         try:
@@ -217,7 +231,7 @@ class Job:
         finally:
             self.process.kill()
             (self._folder / "over").touch()
-        return self.process.returncode, (self._folder / "said").read_text()
+        return self.process.returncode, self.said()
 
 
 def wait(what: str, holds: Callable[[], object], timeout_s: float) -> None:
@@ -257,6 +271,23 @@ def test_a_role_that_is_refused_is_not_started_again_and_ends_the_job(tmp_path: 
     job = Job(tmp_path, reward=str(code))
     assert job.end()[0] == code
     assert (job.starts("reward"), job.lines("queued")) == (1, [])
+
+
+def test_a_controller_that_answers_no_more_is_killed_and_started_again(tmp_path: Path) -> None:
+    job, folder = Job(tmp_path), tmp_path / "out"
+    wait("an answer", lambda: any(line.startswith("health ") for line in job.lines("asked")), 60)
+    (folder / "hangs").touch()
+    wait("the kill", lambda: job.lines("killed"), 60)
+    assert job.lines("killed") == ["--signal=KILL 7.1"]
+    (folder / "hangs").unlink()
+    wait("the end of its first life", lambda: "controller ended with 137; starting it again" in job.said(), 60)
+    (folder / "killed").unlink()
+    wait("its second life", lambda: job.starts("controller") == 2, 60)
+    answers = len(job.lines("asked"))
+    wait("more answers", lambda: len(job.lines("asked")) > answers + 7, 60)
+    assert job.lines("killed") == []
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end()[0] == 0
 
 
 def test_before_the_time_limit_the_run_stops_with_a_checkpoint_and_the_job_is_queued_again(tmp_path: Path) -> None:
@@ -303,6 +334,8 @@ class Slurm:
         self.folder = folder / "out"
         (folder / "mine.yaml").write_text(yaml.safe_dump(tree))
         assert main(["manifests", str(folder / "mine.yaml"), "--to", "slurm", "--out", str(self.folder)]) == 0
+        script = self.folder / "run.sbatch"
+        script.write_text(script.read_text().replace("ASK_S=30", "ASK_S=5"))
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         command = ["sbatch", "--parsable", "run.sbatch"]
         environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
@@ -358,3 +391,22 @@ def test_a_run_is_queued_again_before_its_time_is_over_and_trains_to_its_end(tmp
     assert sorted(set(steps)) == list(range(1, 21))
     assert run.metrics("eval/heldout/accuracy")[-1] >= 0.95
     assert run.said().count("balanced") == 2
+
+
+@on_slurm
+@pytest.mark.timeout(3000)
+def test_a_run_whose_controller_hangs_goes_on_under_another(tmp_path: Path, task: Path) -> None:
+    run = Slurm(tmp_path, task)
+    try:
+        wait("step 3", lambda: len(run.metrics("actor/loss")) >= 3, 900)
+        for process in psutil.process_iter(["name", "cmdline", "cwd"]):
+            command = process.info["cmdline"] or ()
+            if "controller" in command and process.info["cwd"] == str(run.folder) and process.info["name"] != "srun":
+                process.suspend()
+        wait("the end", lambda: run.shown("JobState") not in ("PENDING", "RUNNING", "COMPLETING"), 1200)
+        assert (run.shown("JobState"), run.shown("ExitCode")) == ("COMPLETED", "0:0"), run.said()
+    finally:
+        run.cancel()
+    assert "the controller does not answer; killing it" in run.said()
+    assert sorted({step for step in run.metrics("step") if step > 0}) == list(range(1, 21))
+    assert "balanced" in run.said()
