@@ -356,7 +356,8 @@ def sampler_of(
         await endpoint.close()
         prompts.close()
 
-    return MixedGroups(replica, played, close_shared)
+    answers_once = all(section.when for section in settings.environments.values())
+    return MixedGroups(replica, played, close_shared, answers_once=answers_once)
 
 
 def _task(prompt: trajectory_pb2.Prompt, *, shows_images: bool) -> environment_pb2.Task:

@@ -6,7 +6,8 @@ Bounds: one look at a time for the places of each environment.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -66,26 +67,36 @@ class MixedGroups:
         replica: Replica,
         played: Mapping[str, GroupSampler] = {},
         close_shared: Callable[[], Awaitable[None]] | None = None,
+        *,
+        answers_once: bool = True,
     ) -> None:
-        """`played`: who plays in each environment, by its name. `close_shared`: closes what they share, before them."""
+        """`played`: who plays in each environment, by its name. `close_shared`: closes what they share, before them.
+        `answers_once`: whether there may be prompts that are played in none.
+        """
         self._replica = replica
         self._played = played
+        self._kinds = (*played, "") if answers_once else (*played,)
         self._close_shared = close_shared
         self._looking: dict[str, asyncio.Task[int]] = {}
 
-    async def room(self, in_hand: Iterable[Claim], max_groups: int) -> Room:
-        """The groups that may be claimed beside those `in_hand`, at most `max_groups`. One environment that does not
-        answer has no places, and keeps no other waiting. ConfigError as of the environments' samplers.
+    async def room(self, in_hand: Sequence[Claim], max_groups: int) -> Room:
+        """The groups that may be claimed beside those `in_hand`, at most `max_groups`. Where that is none, one of each
+        kind that has none in hand, unless a suspect is: groups of an environment that hangs hold what they have until
+        their deadline. One environment that does not answer has no places, and keeps no other waiting. ConfigError as
+        of the environments' samplers.
         """
-        names = [claim.group.prompt.environment for claim in in_hand]
-        rooms = await asyncio.gather(*(self._places(name, names.count(name), max_groups) for name in self._played))
-        return Room(max_groups, dict(zip(self._played, rooms, strict=True)))
+        counts = Counter(claim.group.prompt.environment for claim in in_hand)
+        has_suspect = any(claim.max_in_hand for claim in in_hand)
+        most = {kind: max_groups or int(not counts[kind] and not has_suspect) for kind in self._kinds}
+        rooms = await asyncio.gather(*(self._places(name, counts[name], most[name]) for name in self._played))
+        places = {**most, **dict(zip(self._played, rooms, strict=True))}
+        return Room(max_groups or sum(places.values()), places)
 
     async def _places(self, name: str, num_in_hand: int, max_groups: int) -> int:
         if name not in self._looking:
             self._looking[name] = asyncio.create_task(self._played[name].room(num_in_hand, max_groups))
         done, _ = await asyncio.wait({self._looking[name]}, timeout=LOOK_S)
-        return self._looking.pop(name).result() if done else 0
+        return min(self._looking.pop(name).result(), max_groups) if done else 0  # it may be of an earlier turn
 
     async def sample(self, claim: Claim) -> tuple[list[SampleRequest], list[Response]]:
         """Returns what each trajectory of the group began with, and the whole of it, the greedy one last. Cancelling it

@@ -11,8 +11,8 @@ Owns the claims in this worker's hands: their leases, deadlines and their end. A
 
 A store that is away ends none of them and not the role: what is to be handed back waits for it. Never an empty response
 in place of a failure. A group whose worker died is in company as small as the store says: were it poison, it would take
-the others with it. Bounds: max_groups claims in hand; one task each; calls to the store run in the process's thread
-pool.
+the others with it. Bounds: max_groups claims in hand and one for each other kind (groups.py); one task each; calls to
+the store run in the process's thread pool.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class PullSettings:
     consumer: str
     """"<worker>.<incarnation>"."""
     max_groups: int
-    """Most groups in hand."""
+    """Most groups in hand; of a kind that has none, one more."""
     lease_s: float
     """Leases are renewed three times in it."""
     generation_timeout_s: float

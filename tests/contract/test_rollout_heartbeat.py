@@ -4,7 +4,7 @@ ends nothing, and a replica that was stopped watches nothing any more.
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -149,7 +149,7 @@ class Crowded(MixedGroups):
 
     is_free = False
 
-    async def room(self, in_hand: Iterable[Claim], max_groups: int) -> Room:
+    async def room(self, in_hand: Sequence[Claim], max_groups: int) -> Room:
         return Room(max_groups, {"game": max_groups if self.is_free else 0})
 
 

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Claims up to n groups: released entries first, then new ones. ARGV: consumer, n, number of the call, then (environment, number)
--- pairs: at most so many are of groups that are played in that one. DENIED unless the consumer is attested at the
+-- pairs: at most so many are of groups that are played in that one ('': in none). DENIED unless the consumer is attested at the
 -- current policy version and no publish is under way; and on a server that the controller has not confirmed yet, which may lack what is claimed or trained
 -- already. Repeated with the number of the consumer's last claim: the same entries, as far as it still holds
 -- them. With a lower one (it was on its way while the network was away): nothing, for nobody waits for the answer.
@@ -24,7 +24,7 @@ local places = {}
 for i = 4, #ARGV, 2 do places[ARGV[i]] = tonumber(ARGV[i + 1]) end
 -- Whether there is a place for an entry, which is taken with that.
 local function takes_place(entry)
-  local name = next(places) and redis.call('HGET', played, entry)
+  local name = next(places) and (redis.call('HGET', played, entry) or '')
   if not name or not places[name] then return true end
   places[name] = places[name] - 1
   return places[name] >= 0
