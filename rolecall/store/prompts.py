@@ -62,6 +62,8 @@ class PromptQueue:
         self._consumer = consumer
         self._claiming = threading.Lock()
         self._delivered = "0"
+        self.is_short_of_places = False
+        """Whether groups waited for a place in an environment when something was last claimed."""
         self._unanswered = 0
         """Number of the claim whose answer is still owed: asked again, it gives what an outage kept from us, which
         nobody would renew. 0: none.
@@ -79,8 +81,10 @@ class PromptQueue:
         try:
             self._unanswered = self._unanswered or time.monotonic_ns() // 1000
             bounds: list[str | int] = [each for pair in places.items() for each in pair]
-            last, entries, ledger = self._call("claim", self._consumer, max_groups, self._unanswered, *bounds).values
+            answer = self._call("claim", self._consumer, max_groups, self._unanswered, *bounds)
+            last, entries, ledger, passed = answer.values
             self._unanswered = 0
+            self.is_short_of_places = bool(passed)
             self._delivered = last.decode()
         except NotAttestedError:
             self._delivered = "$"

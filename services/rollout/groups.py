@@ -51,11 +51,6 @@ class Room:
     places: Mapping[str, int]
     """Most of them that are played in an environment, by its name."""
 
-    @property
-    def lacks_places(self) -> bool:
-        """Whether groups are left unclaimed although the engine could sample them."""
-        return self.num_groups > 0 and 0 in self.places.values()
-
 
 class MixedGroups:
     """The sampler of a run's groups: those whose prompt names an environment are played in it, the others are answered

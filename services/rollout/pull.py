@@ -207,7 +207,7 @@ class PullLoop:
             return
         for claim in claims:
             self._take(claim)
-        lacks_places = room.lacks_places and not claims
+        lacks_places = self._queue.is_short_of_places and not claims
         self._replica.note_places(missing=lacks_places)
         if lacks_places and self._work:
             if self._arrival is None or self._arrival.done():

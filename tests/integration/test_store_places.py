@@ -19,10 +19,13 @@ def test_groups_of_an_environment_without_places_keep_nobody_from_those_behind_t
     claims = queue.claim(3, {"game": 0, "tools": 1})
     assert [claim.group.gid for claim in claims] == [2, 3, 4]
     assert queue.claim(3, {"game": 0, "tools": 0}) == []
+    assert queue.is_short_of_places
     assert store.ledger.counts().queued == 3, "what is passed over waits as what was released"
     taken = other.claim(1, {"game": 2})
     assert [(claim.group.gid, claim.deliveries) for claim in taken] == [(0, 1)], "nothing is counted against it"
     assert [claim.group.gid for claim in queue.claim(3)] == [1, 5], "places that are not named have no bound"
+    assert queue.claim(3, {"game": 0}) == []
+    assert not queue.is_short_of_places, "no group waits for one"
 
 
 def test_what_is_passed_over_time_and_again_is_no_dead_letter(store: StoreUnderTest) -> None:

@@ -9,7 +9,7 @@
 -- An entry whose environment has no more places is passed over. One that came from the stream is released for it, excused: whoever has a place takes it, and
 -- it keeps nobody from what was admitted behind it. What an earlier release let wait with all others is put where its kind waits.
 -- OK, last entry id delivered to anyone, then per entry {entry, delivery count, excused, most groups to hold (0: any number), group, traceparent};
--- the ledger's id.
+-- the ledger's id; 1 where a group waits for a place, else 0 (also of a repeated call).
 local consumer, worker = ARGV[1], worker_key(ARGV[1])
 local version, current = redis.call('HGET', worker, 'version'), redis.call('HGET', run, 'policy_version')
 if not version then return {'DENIED', consumer .. ' holds no attested weights'} end
@@ -35,7 +35,7 @@ local function before(entry, other)
   return tonumber(ms) < tonumber(other_ms) or ms == other_ms and tonumber(seq) < tonumber(other_seq)
 end
 
-local entries, latest = {}, number(worker, 'call', -1)
+local entries, latest, passed = {}, number(worker, 'call', -1), 0
 if tonumber(ARGV[3]) == latest then
   for entry in string.gmatch(redis.call('HGET', worker, 'ids'), '%S+') do
     if owner(entry) == consumer then entries[#entries + 1] = entry end
@@ -53,7 +53,9 @@ elseif tonumber(ARGV[3]) > latest then
   end
   for _, waiting in ipairs(redis.call('XPENDING', prompts, 'rollout')[4] or {}) do
     local name = string.match(waiting[1], '^' .. FREE .. ':?(.*)')
-    if name and places[name] ~= 0 then
+    if name and places[name] == 0 then
+      passed = 1
+    elseif name then
       lists[#lists + 1] = {consumer = waiting[1]}
       turn(lists[#lists], '-')
     end
@@ -77,6 +79,7 @@ elseif tonumber(ARGV[3]) > latest then
         list.entry = nil
       else
         redis.call('XCLAIM', prompts, 'rollout', free_list(name), 0, entry, 'JUSTID')
+        passed = 1
       end
     end
   end
@@ -91,6 +94,7 @@ elseif tonumber(ARGV[3]) > latest then
       else
         redis.call('HINCRBY', group_key(item[2][2]), 'excused', 1)
         redis.call('XCLAIM', prompts, 'rollout', free_list(name), 0, item[1], 'JUSTID')
+        passed = 1
       end
     end
   end
@@ -110,4 +114,4 @@ for _, described in ipairs(info) do
     if described[i] == 'last-delivered-id' then last = described[i + 1] end
   end
 end
-return {'OK', last, claims, redis.call('HGET', run, 'id') or ''}
+return {'OK', last, claims, redis.call('HGET', run, 'id') or '', passed}
