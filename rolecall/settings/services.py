@@ -200,6 +200,11 @@ class EnvironmentSection(Section):
         """Whether it is called as somebody else's, with TLS."""
         return self.ca_file is not None or self.bearer_token_file is not None
 
+    @property
+    def server(self) -> tuple[object, ...]:
+        """The server, and the credentials it is called with: environments that agree in this share its places."""
+        return self.address, self.ca_file, self.bearer_token_file
+
     def takes(self, metadata: Mapping[str, object]) -> bool:
         """Whether a prompt with these fields is played in it."""
         return holds(self.when, metadata)

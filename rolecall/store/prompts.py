@@ -70,8 +70,10 @@ class PromptQueue:
         """
 
     def claim(self, max_groups: int, places: Mapping[str, int] = {}) -> list[Claim]:
-        """Claims at most `max_groups` groups, of those that are played in an environment of `places` at most so many;
-        none when there is no work. Does not block. NotAttestedError while this worker may not sample.
+        """Claims at most `max_groups` groups; none when there is no work. Does not block. NotAttestedError while this
+        worker may not sample.
+
+        places: most of them that are played in an environment, or together in several, whose names have commas between.
         """
         if max_groups < 1:
             return []

@@ -150,6 +150,7 @@ class PullLoop:
             while not self._draining.is_set():
                 await self._turn()
                 if self._fatal.done():
+                    await self._release_unstarted()  # what ended this role may have been handed back, and claimed again
                     self._fatal.result()
             while not self._drained.is_set():
                 await self._until(asyncio.ensure_future(self._drained.wait()), cancel=True)
@@ -228,8 +229,8 @@ class PullLoop:
         self._work[taken.key] = taken
 
     async def _release_unstarted(self) -> None:
-        """Nothing starts while the gate is shut, and nobody knows for how long: others may start what was claimed just
-        before.
+        """Nothing starts while the gate is shut, nobody knows for how long, or once the role ends: others may start
+        what was claimed just before.
         """
         waiting = [work for work in self._work.values() if work.task is None]
         for work in waiting:

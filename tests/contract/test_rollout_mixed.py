@@ -3,6 +3,7 @@ says, and one environment that is away, hangs or is full keeps no other group wa
 """
 
 import asyncio
+import logging
 import socket
 import threading
 from collections import Counter
@@ -208,6 +209,9 @@ async def test_an_environment_that_hangs_takes_every_slot_and_one_is_left_of_eac
 class Five:
     """Plays five groups at a time."""
 
+    def __init__(self, server: object = None) -> None:
+        self.server = server or self
+
     async def room(self, num_in_hand: int, max_groups: int) -> int:
         return min(5 - num_in_hand, max_groups)
 
@@ -218,8 +222,8 @@ async def test_what_is_in_hand_takes_places_of_its_own_environment_alone() -> No
         Claim(f"{gid}-0", "r.0-1", trajectory_pb2.PromptGroup(gid=gid, prompt=prompt), 1, 0, "", "")
         for gid, prompt in enumerate(prompts)
     ]
-    five = cast(GroupSampler, Five())
-    groups = MixedGroups(cast(Replica, None), {"game": five, "other": five, "idle": five})
+    game, other, idle = (cast(GroupSampler, Five()) for _ in range(3))
+    groups = MixedGroups(cast(Replica, None), {"game": game, "other": other, "idle": idle})
     assert await groups.room(claims, 4) == Room(4, {"game": 2, "other": 4, "idle": 4, "": 4})
     assert (await groups.room(claims, 1)).places == {"game": 1, "other": 1, "idle": 1, "": 1}
     assert await groups.room(claims, 0) == Room(1, {"game": 0, "other": 0, "idle": 1, "": 0})
@@ -227,8 +231,11 @@ async def test_what_is_in_hand_takes_places_of_its_own_environment_alone() -> No
     suspect = replace(claims[1], max_in_hand=1)
     assert (await groups.room([suspect], 0)).num_groups == 0, "nothing beside what may have ended a worker"
     assert (await MixedGroups(cast(Replica, None)).room([claims[1]], 0)).num_groups == 0
-    alone = MixedGroups(cast(Replica, None), {"game": five}, answers_once=False)
+    alone = MixedGroups(cast(Replica, None), {"game": game}, answers_once=False)
     assert (await alone.room([claims[0]], 0)).num_groups == 0, "a run of one kind has its bound and no more"
+    beside = MixedGroups(cast(Replica, None), {"game": game, "idle": idle, "other": cast(GroupSampler, Five(game))})
+    assert await beside.room(claims, 4) == Room(4, {"game,other": 1, "idle": 4, "": 4})
+    assert await beside.room(claims, 0) == Room(1, {"game,other": 0, "idle": 1, "": 0})
 
 
 async def test_check_compares_with_each_environment_the_components_that_score_what_it_plays(folder: Path) -> None:
@@ -310,3 +317,18 @@ async def test_a_full_environment_delays_no_claim_of_what_is_admitted_meanwhile(
                 full.set()
             found = await played(rollout, 10)
     assert found == {("game", 2, 0.5): 2, ("", 0, None): 8}
+
+
+async def test_two_environments_at_one_address_share_its_places(
+    store: StoreUnderTest, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "services.rollout")
+    async with environment(Game, max_sessions=8) as (game, _), environment(Game) as (other, _):
+        sections = {"short": game, "other": other, "long": game}
+        async with rollout_of(store, folder, **{name: {"address": at} for name, at in sections.items()}) as rollout:
+            for name in sections:
+                admit(rollout, MAX_GROUPS, name)
+            await rollout.publish(1)
+            found = await played(rollout, 3 * MAX_GROUPS)
+    assert found == {(name, 2, 0.5): MAX_GROUPS for name in sections}
+    assert "is full" not in caplog.text

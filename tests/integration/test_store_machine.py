@@ -96,10 +96,11 @@ VARIANTS = {
     "a renewal without a fence": ("renew", "if held(ARGV[i], ARGV[1], ARGV[i + 1]) then", "if owner(ARGV[i]) then"),
     "a release without a fence": ("release", "if held(ARGV[i], ARGV[1], ARGV[i + 1]) then", "if owner(ARGV[i]) then"),
     "a commit without a fence": ("commit", "if not held(entry, consumer, count) or", "if"),
-    "a claim that takes more than there are places": (
+    "a claim that takes more than there are places": ("claim", "places[name].left > 0", "places[name].left >= 0"),
+    "a claim that counts shared places twice": (
         "claim",
-        "if places[name] == 0 then return false end",
-        "if places[name] == -1 then return false end",
+        "places[name] = shared",
+        "places[name] = {left = shared.left}",
     ),
     "a claim that loses what it passes over": (
         "claim",

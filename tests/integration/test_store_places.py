@@ -77,3 +77,13 @@ def test_what_is_released_waits_with_its_kind_and_is_taken_in_the_order_of_admis
     assert [claim.group.gid for claim in other.claim(1, {"tools": 0})] == [4]
     assert store.ledger.counts().generating == 4
     assert [claim.group.gid for claim in queue.claim(5, {"": 0})] == [3]
+
+
+def test_environments_that_share_places_are_counted_together(store: StoreUnderTest) -> None:
+    for environment in ("short", "long", "", "short"):
+        store.admit(1, environment=environment)
+    queue = store.attested("r.0")
+    assert [claim.group.gid for claim in queue.claim(4, {"long,short": 2})] == [0, 1, 2]
+    assert queue.claim(4, {"long,short": 0}) == []
+    assert queue.is_short_of_places
+    assert [claim.group.gid for claim in queue.claim(4, {"long,short": 1})] == [3]

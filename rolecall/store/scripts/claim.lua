@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Claims up to n groups: released entries first, then new ones. ARGV: consumer, n, number of the call, then (environment, number)
--- pairs: at most so many are of groups that are played in that one ('': in none). DENIED unless the consumer is attested at the
+-- Claims up to n groups: released entries first, then new ones. ARGV: consumer, n, number of the call, then (environments, number)
+-- pairs: at most so many are of groups that are played in one of those, their names with commas between ('': in none). DENIED unless the consumer is attested at the
 -- current policy version and no publish is under way; and on a server that the controller has not confirmed yet, which may lack what is claimed or trained
 -- already. Repeated with the number of the consumer's last claim: the same entries, as far as it still holds
 -- them. With a lower one (it was on its way while the network was away): nothing, for nobody waits for the answer.
@@ -21,11 +21,15 @@ if redis.call('HGET', run, 'server') ~= server() or redis.call('HGET', run, 'set
 end
 
 local places = {}
-for i = 4, #ARGV, 2 do places[ARGV[i]] = tonumber(ARGV[i + 1]) end
+for i = 4, #ARGV, 2 do
+  local shared = {left = tonumber(ARGV[i + 1])}
+  for name in string.gmatch(ARGV[i] .. ',', '([^,]*),') do places[name] = shared end
+end
+local function has_place(name) return not places[name] or places[name].left > 0 end
 -- Whether there is a place in the environment `name`, which is taken with that.
 local function takes_place(name)
-  if places[name] == 0 then return false end
-  if places[name] then places[name] = places[name] - 1 end
+  if not has_place(name) then return false end
+  if places[name] then places[name].left = places[name].left - 1 end
   return true
 end
 
@@ -53,7 +57,7 @@ elseif tonumber(ARGV[3]) > latest then
   end
   for _, waiting in ipairs(redis.call('XPENDING', prompts, 'rollout')[4] or {}) do
     local name = string.match(waiting[1], '^' .. FREE .. ':?(.*)')
-    if name and places[name] == 0 then
+    if name and not has_place(name) then
       passed = 1
     elseif name then
       lists[#lists + 1] = {consumer = waiting[1]}
