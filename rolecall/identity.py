@@ -52,13 +52,31 @@ class Fixed:
     """
     options: Mapping[str, Any] = field(default_factory=dict)
     """The same of a section's options, by name."""
+    meaning: Callable[[Any], Any] = lambda value: value
+    """The part of a value that is compared: how it is written may not matter."""
 
     def is_kept(self, before: Mapping[str, Any], now: Any) -> bool:
         """Whether the setting, which is `now`, is as it was in the table `before`."""
         was = before.get(self.setting, self.default)
         if isinstance(was, dict) and isinstance(now, dict):
-            return {**self.options, **was} == now
-        return was is _UNTOLD or bool(was == now)
+            was = {**self.options, **was}
+        return was is _UNTOLD or bool(self.meaning(was) == self.meaning(now))
+
+
+def _chosen(whens: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, set[str]]]:
+    """The values that each environment's conditions take, as rolecall/settings/section.py compares them: true is no
+    number, and of alternatives the order says nothing.
+    """
+    return {
+        name: {
+            field: {
+                json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
+                for value in (wanted if isinstance(wanted, list) else [wanted])
+            }
+            for field, wanted in when.items()
+        }
+        for name, when in whens.items()
+    }
 
 
 _OF_BOTH = (
@@ -120,6 +138,7 @@ FIXED = (
             name: section.model_dump(mode="json")["when"] for name, section in settings.environments.items()
         },
         default={},
+        meaning=_chosen,
     ),
     Fixed(
         "data.max_prompts",

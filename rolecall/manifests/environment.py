@@ -4,7 +4,7 @@ They are images of somebody's, so nothing here starts them: the manifests know w
 """
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,14 +18,14 @@ FOLDER = "/run/rolecall/environment"
 
 @dataclass(frozen=True)
 class Place:
-    """An environment, as the run's file names it."""
+    """A host of environments, as the run's file names it."""
 
     name: str
     """Component and service account of its pods in the run's namespace, and its certificate's name: environment-<name>.
-    Of several environments at one address, which are one process, the first one's.
+    Of several environments on one host, whose pods have one component, the first one's.
     """
     host: str
-    port: int
+    ports: tuple[int, ...]
     peers: tuple[dict[str, Any], ...]
     """Who it may be, to a NetworkPolicy."""
     is_beside: bool
@@ -35,8 +35,8 @@ class Place:
 
 
 def places_of(settings: RunSettings) -> list[Place]:
-    """The run's environments. ConfigError for an address that only one machine has."""
-    places: dict[tuple[str, int], Place] = {}
+    """The hosts of the run's environments. ConfigError for an address that only one machine has."""
+    places: dict[str, Place] = {}
     for name, section in settings.environments.items():
         if is_loopback(section.address):
             raise ConfigError(
@@ -48,8 +48,10 @@ def places_of(settings: RunSettings) -> list[Place]:
         assert parts.port is not None
         component = f"environment-{name}"
         peers, is_beside = _peers(parts.hostname, settings.run.name, component)
-        place = Place(component, parts.hostname, parts.port, tuple(peers), is_beside, is_beside and not section.tls)
-        places.setdefault((place.host, place.port), place)
+        place = Place(component, parts.hostname, (), tuple(peers), is_beside, is_beside and not section.tls)
+        first = places.get(place.host, place)
+        ports = tuple(dict.fromkeys([*first.ports, parts.port]))
+        places[place.host] = replace(first, ports=ports, is_ours=first.is_ours or place.is_ours)
     return list(places.values())
 
 

@@ -2,6 +2,7 @@
 base.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from rolecall.manifests.completed import PORT
@@ -72,7 +73,9 @@ def istio(roles: list[str], hosts: list[str], settings: RunSettings) -> dict[str
         "connectionPool": {"http": {"http2MaxRequests": 10000}},
         "tls": {"mode": "ISTIO_MUTUAL"},
     }
-    ports = dict.fromkeys([PORT, *(place.port for place in ours), *([of_agents] if of_agents is not None else [])])
+    ports = dict.fromkeys(
+        [PORT, *(port for place in ours for port in place.ports), *([of_agents] if of_agents is not None else [])]
+    )
     host = f"*.{run}.svc.cluster.local"
     rest = [
         _object("security.istio.io/v1", "PeerAuthentication", "strict", {"mtls": {"mode": "STRICT"}}),
@@ -106,12 +109,12 @@ def _ways(settings: RunSettings) -> list[dict[str, Any]]:
     """Returns what rollouts and environments may ask of each other; AuthorizationPolicies of a pod add up."""
     run, places, of_agents = settings.run.name, places_of(settings), agents_port(settings)
     made = [
-        (place.name, place.name, _rule(run, ["rollout"], place.port, "/rolecall.v1.EnvironmentService/*"))
+        (place.name, place.name, _rule(run, ["rollout"], place.ports, "/rolecall.v1.EnvironmentService/*"))
         for place in places
         if place.is_ours
     ]
     if of_agents is not None:
-        made.append(("agents", "rollout", _rule(run, [place.name for place in places], of_agents, "/v1/*")))
+        made.append(("agents", "rollout", _rule(run, [place.name for place in places], (of_agents,), "/v1/*")))
     return [
         _object(
             "security.istio.io/v1",
@@ -123,10 +126,10 @@ def _ways(settings: RunSettings) -> list[dict[str, Any]]:
     ]
 
 
-def _rule(run: str, callers: list[str], port: int, path: str) -> dict[str, Any]:
+def _rule(run: str, callers: list[str], ports: Iterable[int], path: str) -> dict[str, Any]:
     return {
         "from": [{"source": {"principals": [f"cluster.local/ns/{run}/sa/{caller}" for caller in callers]}}],
-        "to": [{"operation": {"ports": [str(port)], "paths": [path]}}],
+        "to": [{"operation": {"ports": list(map(str, ports)), "paths": [path]}}],
     }
 
 

@@ -57,7 +57,7 @@ def network_policies(settings: RunSettings, roles: list[str]) -> str:
             opens.append((_peers([role]), ranks))
             takes.append((_peers([role]), ranks))
         for place in places if role == "rollout" else ():
-            opens.append((list(place.peers), [_port(place.port)]))
+            opens.append((list(place.peers), [_port(port) for port in place.ports]))
             takes.append((list(place.peers), called_back))
         policies.append(_policy(role, {COMPONENT: role}, takes, opens))
     storing = [role for role in roles if role != "reward"]
@@ -65,7 +65,7 @@ def network_policies(settings: RunSettings, roles: list[str]) -> str:
     rollouts = _peers(["rollout"])
     for place in places:
         if place.is_beside:
-            takes, opens = [(rollouts, [_port(place.port)])], [(rollouts, called_back)]
+            takes, opens = [(rollouts, [_port(port) for port in place.ports])], [(rollouts, called_back)]
             policies.append(_policy(place.name, {COMPONENT: place.name}, takes, opens))
     head = comment(
         "Who may connect to whom: the table of who may call what (proto/rolecall/v1), the store, the weight channel "

@@ -64,7 +64,9 @@ class RolloutSection(Section):
     max_num_seqs: PositiveInt = 256
     """Most responses the engine samples at a time."""
     max_groups: PositiveInt | None = None
-    """Most groups claimed at a time; absent: max_num_seqs over the responses of a group, at least 1."""
+    """Most groups claimed at a time; absent: max_num_seqs over the responses of a group, at least 1. With environments,
+    one more of each that has none in hand, and of prompts that are answered once: one that hangs keeps no other out.
+    """
     kv_cache_bytes: PositiveInt | None = None
     """KV cache per worker; absent: 1 GiB on CPUs, vLLM's own share on GPUs."""
     gpu_memory_utilization: UnitFloat = 0.9
@@ -197,6 +199,11 @@ class EnvironmentSection(Section):
     def tls(self) -> bool:
         """Whether it is called as somebody else's, with TLS."""
         return self.ca_file is not None or self.bearer_token_file is not None
+
+    @property
+    def server(self) -> tuple[object, ...]:
+        """The server, and the credentials it is called with: environments that agree in this share its places."""
+        return self.address, self.ca_file, self.bearer_token_file
 
     def takes(self, metadata: Mapping[str, object]) -> bool:
         """Whether a prompt with these fields is played in it."""

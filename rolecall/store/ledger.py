@@ -349,7 +349,7 @@ class Ledger:
         while True:
             now_ms, found = self._call("pending", start, PENDING_COUNT).values
             for entry, consumer, idle_ms, count in found:
-                if consumer not in NOBODY:
+                if not consumer.startswith(NOBODY):
                     entries.append(PendingEntry(entry.decode(), consumer.decode(), (now_ms - idle_ms) / 1000, count))
             if len(found) < PENDING_COUNT:
                 return entries

@@ -11,8 +11,9 @@ from rolecall.trajectory import rows_of
 from rolecall.v1.controller_pb2 import LedgerCounts
 from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch
 
-NOBODY = (b"~free", b"~over")
-"""Consumers in whose name entries wait: to be claimed again, and to be dropped as delivered too often."""
+NOBODY = b"~"
+"""Begins the names of consumers under which entries wait: to be claimed again, or to be dropped as delivered too often.
+"""
 
 
 class GroupState(StrEnum):
@@ -173,7 +174,7 @@ def decode_snapshot(values: Sequence[Any]) -> Snapshot:
     """The snapshot in the answer of `ledger.lua`."""
     run, num_prompts, num_trajectories, num_live, pending, groups = values
     position = decode_position(dict(zip(run[::2], run[1::2], strict=True)))
-    generating = sum(int(count) for consumer, count in pending if consumer not in NOBODY)
+    generating = sum(int(count) for consumer, count in pending if not consumer.startswith(NOBODY))
     counts = LedgerCounts(
         admitted=position.admitted,
         trained=position.trained,

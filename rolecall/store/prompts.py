@@ -62,14 +62,18 @@ class PromptQueue:
         self._consumer = consumer
         self._claiming = threading.Lock()
         self._delivered = "0"
+        self.is_short_of_places = False
+        """Whether groups waited for a place in an environment when something was last claimed."""
         self._unanswered = 0
         """Number of the claim whose answer is still owed: asked again, it gives what an outage kept from us, which
         nobody would renew. 0: none.
         """
 
     def claim(self, max_groups: int, places: Mapping[str, int] = {}) -> list[Claim]:
-        """Claims at most `max_groups` groups, of those that are played in an environment of `places` at most so many;
-        none when there is no work. Does not block. NotAttestedError while this worker may not sample.
+        """Claims at most `max_groups` groups; none when there is no work. Does not block. NotAttestedError while this
+        worker may not sample.
+
+        places: most of them that are played in an environment, or together in several, whose names have commas between.
         """
         if max_groups < 1:
             return []
@@ -79,8 +83,10 @@ class PromptQueue:
         try:
             self._unanswered = self._unanswered or time.monotonic_ns() // 1000
             bounds: list[str | int] = [each for pair in places.items() for each in pair]
-            last, entries, ledger = self._call("claim", self._consumer, max_groups, self._unanswered, *bounds).values
+            answer = self._call("claim", self._consumer, max_groups, self._unanswered, *bounds)
+            last, entries, ledger, passed = answer.values
             self._unanswered = 0
+            self.is_short_of_places = bool(passed)
             self._delivered = last.decode()
         except NotAttestedError:
             self._delivered = "$"

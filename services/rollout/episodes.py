@@ -166,6 +166,11 @@ class Episodes:
         self._num_lost = 0
         self._opening = asyncio.Lock()
 
+    @property
+    def server(self) -> object:
+        """Implements GroupSampler.server: its client counts the sessions of all."""
+        return self._environment
+
     async def room(self, num_in_hand: int, max_groups: int) -> int:
         """Implements GroupSampler.room: as many groups as there are places for all their episodes. ConfigError when the
         environment never has places for one, or the run cannot play in it.
@@ -337,11 +342,13 @@ def sampler_of(
     endpoint = Endpoint(settings.rollout.endpoint_bind, settings.rpc, host=settings.rollout.advertise_host)
     visual_tokens = PromptEncoder.of(settings, tokenizer).visual_tokens
     prompts = PromptThread(tokenizer, replica.info.max_model_tokens, visual_tokens)
+    servers = {section.server: section for section in settings.environments.values()}
+    clients = {server: open_environment(section, settings.rpc) for server, section in servers.items()}
     played = {
         name: Episodes(
             EpisodeSettings.of(settings, name),
             replica,
-            open_environment(section, settings.rpc),
+            clients[section.server],
             tokenizer,
             tool_calls.get(name),
             endpoint,
@@ -356,7 +363,8 @@ def sampler_of(
         await endpoint.close()
         prompts.close()
 
-    return MixedGroups(replica, played, close_shared)
+    answers_once = all(section.when for section in settings.environments.values())
+    return MixedGroups(replica, played, close_shared, answers_once=answers_once)
 
 
 def _task(prompt: trajectory_pb2.Prompt, *, shows_images: bool) -> environment_pb2.Task:

@@ -2,11 +2,12 @@
 each group goes where its prompt says.
 
 Who plays a prompt was decided when its data was read (rolecall/data/dataset.py): it names its environment, or none.
-Bounds: one look at a time for the places of each environment.
+Bounds: one look at a time for the places of each server.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,8 +26,12 @@ LOOK_S = 0.1
 class GroupSampler(Protocol):
     """Plays claimed groups in one environment."""
 
+    @property
+    def server(self) -> object:
+        """The server that has the places: the same for all samplers whose environments it plays."""
+
     async def room(self, num_in_hand: int, max_groups: int) -> int:
-        """Groups of the environment that may be claimed beside `num_in_hand`, at most `max_groups` more."""
+        """Groups of the environment that may be claimed beside `num_in_hand` of its server, at most `max_groups`."""
 
     async def sample(self, claim: Claim) -> tuple[list[SampleRequest], list[Response]]:
         """Returns what each trajectory of the group began with, and the whole of it, the greedy one last. Cancelling it
@@ -48,12 +53,9 @@ class Room:
 
     num_groups: int
     places: Mapping[str, int]
-    """Most of them that are played in an environment, by its name."""
-
-    @property
-    def lacks_places(self) -> bool:
-        """Whether groups are left unclaimed although the engine could sample them."""
-        return self.num_groups > 0 and 0 in self.places.values()
+    """Most of them that are played in an environment, by its name; of those on one server together, by all names, with
+    commas.
+    """
 
 
 class MixedGroups:
@@ -66,26 +68,46 @@ class MixedGroups:
         replica: Replica,
         played: Mapping[str, GroupSampler] = {},
         close_shared: Callable[[], Awaitable[None]] | None = None,
+        *,
+        answers_once: bool = True,
     ) -> None:
-        """`played`: who plays in each environment, by its name. `close_shared`: closes what they share, before them."""
+        """`played`: who plays in each environment, by its name. `close_shared`: closes what they share, before them.
+        `answers_once`: whether there may be prompts that are played in none.
+        """
         self._replica = replica
         self._played = played
+        self._kind = {
+            name: ",".join(other for other in played if played[other].server is sampler.server)
+            for name, sampler in played.items()
+        }
+        self._kinds = dict.fromkeys([*self._kind.values(), *([""] if answers_once else [])])
         self._close_shared = close_shared
         self._looking: dict[str, asyncio.Task[int]] = {}
 
-    async def room(self, in_hand: Iterable[Claim], max_groups: int) -> Room:
-        """The groups that may be claimed beside those `in_hand`, at most `max_groups`. One environment that does not
-        answer has no places, and keeps no other waiting. ConfigError as of the environments' samplers.
+    async def room(self, in_hand: Sequence[Claim], max_groups: int) -> Room:
+        """The groups that may be claimed beside those `in_hand`, at most `max_groups`. Where that is none, one of each
+        kind that has none in hand, unless a suspect is: groups of an environment that hangs hold what they have until
+        their deadline. One environment that does not answer has no places, and keeps no other waiting. ConfigError as
+        of the environments' samplers.
         """
-        names = [claim.group.prompt.environment for claim in in_hand]
-        rooms = await asyncio.gather(*(self._places(name, names.count(name), max_groups) for name in self._played))
-        return Room(max_groups, dict(zip(self._played, rooms, strict=True)))
+        names = (claim.group.prompt.environment for claim in in_hand)
+        counts = Counter(self._kind.get(name, name) for name in names)
+        has_suspect = any(claim.max_in_hand for claim in in_hand)
+        most = {kind: max_groups or int(not counts[kind] and not has_suspect) for kind in self._kinds}
+        rooms = await asyncio.gather(*(self._places(kind, counts[kind], most[kind]) for kind in most))
+        places = dict(zip(most, rooms, strict=True))
+        return Room(max_groups or sum(places.values()), places)
 
-    async def _places(self, name: str, num_in_hand: int, max_groups: int) -> int:
-        if name not in self._looking:
-            self._looking[name] = asyncio.create_task(self._played[name].room(num_in_hand, max_groups))
-        done, _ = await asyncio.wait({self._looking[name]}, timeout=LOOK_S)
-        return self._looking.pop(name).result() if done else 0
+    async def _places(self, kind: str, num_in_hand: int, max_groups: int) -> int:
+        if not kind:
+            return max_groups
+        if kind not in self._looking:
+            self._looking[kind] = asyncio.create_task(self._look(kind, num_in_hand, max_groups))
+        done, _ = await asyncio.wait({self._looking[kind]}, timeout=LOOK_S)
+        return min(self._looking.pop(kind).result(), max_groups) if done else 0  # it may be of an earlier turn
+
+    async def _look(self, kind: str, num_in_hand: int, max_groups: int) -> int:
+        return min([await self._played[name].room(num_in_hand, max_groups) for name in kind.split(",")])
 
     async def sample(self, claim: Claim) -> tuple[list[SampleRequest], list[Response]]:
         """Returns what each trajectory of the group began with, and the whole of it, the greedy one last. Cancelling it

@@ -11,8 +11,8 @@ Owns the claims in this worker's hands: their leases, deadlines and their end. A
 
 A store that is away ends none of them and not the role: what is to be handed back waits for it. Never an empty response
 in place of a failure. A group whose worker died is in company as small as the store says: were it poison, it would take
-the others with it. Bounds: max_groups claims in hand; one task each; calls to the store run in the process's thread
-pool.
+the others with it. Bounds: max_groups claims in hand and one for each other kind (groups.py); one task each; calls to
+the store run in the process's thread pool.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class PullSettings:
     consumer: str
     """"<worker>.<incarnation>"."""
     max_groups: int
-    """Most groups in hand."""
+    """Most groups in hand; of a kind that has none, one more."""
     lease_s: float
     """Leases are renewed three times in it."""
     generation_timeout_s: float
@@ -150,6 +150,7 @@ class PullLoop:
             while not self._draining.is_set():
                 await self._turn()
                 if self._fatal.done():
+                    await self._release_unstarted()  # what ended this role may have been handed back, and claimed again
                     self._fatal.result()
             while not self._drained.is_set():
                 await self._until(asyncio.ensure_future(self._drained.wait()), cancel=True)
@@ -207,7 +208,7 @@ class PullLoop:
             return
         for claim in claims:
             self._take(claim)
-        lacks_places = room.lacks_places and not claims
+        lacks_places = self._queue.is_short_of_places and not claims
         self._replica.note_places(missing=lacks_places)
         if lacks_places and self._work:
             if self._arrival is None or self._arrival.done():
@@ -228,8 +229,8 @@ class PullLoop:
         self._work[taken.key] = taken
 
     async def _release_unstarted(self) -> None:
-        """Nothing starts while the gate is shut, and nobody knows for how long: others may start what was claimed just
-        before.
+        """Nothing starts while the gate is shut, nobody knows for how long, or once the role ends: others may start
+        what was claimed just before.
         """
         waiting = [work for work in self._work.values() if work.task is None]
         for work in waiting:

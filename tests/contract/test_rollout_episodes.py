@@ -3,6 +3,7 @@ environment.
 """
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -421,7 +422,8 @@ async def test_an_evaluation_that_needs_more_places_than_there_are_is_refused(
     store: StoreUnderTest, folder: Path
 ) -> None:
     async with environment(Talk, max_sessions=3, **TURNS) as (address, sessions):
-        sets = {"held": {"path": "held.jsonl", "num_responses": 3}, "wide": {"path": "held.jsonl", "num_responses": 4}}
+        held = folder / "held.jsonl"
+        sets = {"held": {"path": str(held), "num_responses": 3}, "wide": {"path": str(held), "num_responses": 4}}
         settings = RunSettings.model_validate(
             smallest_tree(
                 folder,
@@ -435,7 +437,13 @@ async def test_an_evaluation_that_needs_more_places_than_there_are_is_refused(
             with pytest.raises(ConfigError, match=r"max_sessions 3, .* needs 4 .* evaluation\.sets\.wide\.num_resp"):
                 await environment_fits(settings, "game")(client._channel)
             some = {"game": settings.environments["game"].model_copy(update={"when": {"task": "game"}})}
-            await environment_fits(settings.model_copy(update={"environments": some}), "game")(client._channel)
+            settings = settings.model_copy(update={"environments": some})
+            row = {"prompt": "hi", "ground_truth": "4", "task": "maths"}
+            held.write_text(json.dumps(row))
+            await environment_fits(settings, "game")(client._channel)
+            held.write_text(json.dumps(row | {"task": "game"}))
+            with pytest.raises(ConfigError, match=r"max_sessions 3, .* needs 4 .* evaluation\.sets\.wide\.num_resp"):
+                await environment_fits(settings, "game")(client._channel)
         async with rollout_in(store, folder, address, responses_per_group=2) as rollout:
             await rollout.publish(1)
             assert len(await rollout.generate(3)) == 3

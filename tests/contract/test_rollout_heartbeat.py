@@ -4,7 +4,7 @@ ends nothing, and a replica that was stopped watches nothing any more.
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +22,6 @@ from rolecall.v1 import controller_pb2
 from services.rollout.__main__ import _serve
 from services.rollout.activity import LOOK_S, feed_heartbeat
 from services.rollout.groups import MixedGroups, Room
-from services.rollout.replica import Replica
 from services.rollout.scripted import ScriptedEngine
 from tests.contract.rollout_replica import CONSUMER, ReplicaUnderTest, replica_under_test
 from tests.fixtures_store import StoreUnderTest
@@ -145,31 +144,29 @@ async def test_what_only_says_that_an_engine_lives_is_no_progress_of_the_run(
 
 
 class Crowded(MixedGroups):
-    """A sampler whose environment has no place for a group until it `is_free`."""
+    """A sampler whose environment has no place."""
 
-    is_free = False
-
-    async def room(self, in_hand: Iterable[Claim], max_groups: int) -> Room:
-        return Room(max_groups, {"game": max_groups if self.is_free else 0})
+    async def room(self, in_hand: Sequence[Claim], max_groups: int) -> Room:
+        return Room(max_groups, {"game": 0})
 
 
-async def test_a_rollout_whose_environment_has_no_place_moves_the_run(store: StoreUnderTest, tmp_path: Path) -> None:
-    """An environment that is away or full is waited for without end: that is no stall."""
+async def test_a_rollout_moves_the_run_while_a_group_waits_for_a_place_in_its_environment(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
+    """An environment that is away or full is waited for without end: that is no stall. Nobody waits without a group."""
     write_tokenizer(tmp_path)
-    samplers: list[Crowded] = []
-
-    def crowded(replica: Replica) -> Crowded:
-        samplers.append(Crowded(replica))
-        return samplers[0]
-
-    async with replica_under_test(store, tmp_path, Pinged(), sampler=crowded) as rollout:
+    async with replica_under_test(store, tmp_path, Pinged(), sampler=Crowded, environment="game") as rollout:
         pulse = Counter()
         await rollout.publish(1)
         showing = asyncio.create_task(feed_heartbeat(rollout.replica, pulse))
+        for _ in range(10):
+            await asyncio.sleep(0.05)
+            assert not rollout.replica.has_work
+        rollout.admit(1)
         await until(lambda: rollout.replica.has_work and not owes(rollout))
         before = pulse.count
         await until(lambda: pulse.count > before)
-        samplers[0].is_free = True
+        store.ledger.drop(0, "late")
         await until(lambda: not rollout.replica.has_work)
         showing.cancel()
 

@@ -3,11 +3,13 @@ says, and one environment that is away, hangs or is full keeps no other group wa
 """
 
 import asyncio
+import logging
 import socket
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -169,8 +171,46 @@ async def test_an_environment_that_does_not_answer_delays_its_own_groups_alone(
     assert store.balance() == (5 * MAX_GROUPS + 1, 0, 0, 5 * MAX_GROUPS + 1)
 
 
+@pytest.mark.parametrize("where", ["reset", "turn"])
+async def test_an_environment_that_hangs_takes_every_slot_and_one_is_left_of_each_other_kind(
+    store: StoreUnderTest, folder: Path, where: str
+) -> None:
+    """It says what it is, and that it has places; its groups are first in line."""
+    goes_on = threading.Event()
+
+    class Hanging(Game):
+        def reset(self, task: Task, seed: int) -> str:
+            if where == "reset":
+                goes_on.wait(60)
+            return super().reset(task, seed)
+
+        def step(self, action: Action) -> Answer:
+            goes_on.wait(60)
+            return super().step(action)
+
+    described: dict[str, Any] = {"max_sessions": 64, "reset_timeout_s": 60.0, "step_timeout_s": 60.0}
+    async with environment(Hanging, **described) as (game, hanging), environment(Game) as (other, _):
+        async with rollout_of(store, folder, game={"address": game}, other={"address": other}) as rollout:
+            admit(rollout, 2 * MAX_GROUPS, "game")
+            admit(rollout, MAX_GROUPS, "other")
+            admit(rollout, MAX_GROUPS, "")
+            await rollout.publish(1)
+            try:
+                others = {("other", 2, 0.5): MAX_GROUPS, ("", 0, None): MAX_GROUPS}
+                assert await played(rollout, 2 * MAX_GROUPS) == others
+                assert hanging.num_open == 4 * MAX_GROUPS, "it has as many as a run of it alone would give it"
+            finally:
+                goes_on.set()
+            found = await played(rollout, 4 * MAX_GROUPS)
+    assert found["game", 2, 0.5] == 2 * MAX_GROUPS
+    assert store.balance() == (4 * MAX_GROUPS, 0, 0, 4 * MAX_GROUPS)
+
+
 class Five:
     """Plays five groups at a time."""
+
+    def __init__(self, server: object = None) -> None:
+        self.server = server or self
 
     async def room(self, num_in_hand: int, max_groups: int) -> int:
         return min(5 - num_in_hand, max_groups)
@@ -182,10 +222,20 @@ async def test_what_is_in_hand_takes_places_of_its_own_environment_alone() -> No
         Claim(f"{gid}-0", "r.0-1", trajectory_pb2.PromptGroup(gid=gid, prompt=prompt), 1, 0, "", "")
         for gid, prompt in enumerate(prompts)
     ]
-    five = cast(GroupSampler, Five())
-    groups = MixedGroups(cast(Replica, None), {"game": five, "other": five, "idle": five})
-    assert await groups.room(claims, 4) == Room(4, {"game": 2, "other": 4, "idle": 4})
-    assert (await groups.room(claims, 1)).places == {"game": 1, "other": 1, "idle": 1}
+    game, other, idle = (cast(GroupSampler, Five()) for _ in range(3))
+    groups = MixedGroups(cast(Replica, None), {"game": game, "other": other, "idle": idle})
+    assert await groups.room(claims, 4) == Room(4, {"game": 2, "other": 4, "idle": 4, "": 4})
+    assert (await groups.room(claims, 1)).places == {"game": 1, "other": 1, "idle": 1, "": 1}
+    assert await groups.room(claims, 0) == Room(1, {"game": 0, "other": 0, "idle": 1, "": 0})
+    assert await groups.room([claims[1]], 0) == Room(3, {"game": 1, "other": 1, "idle": 1, "": 0})
+    suspect = replace(claims[1], max_in_hand=1)
+    assert (await groups.room([suspect], 0)).num_groups == 0, "nothing beside what may have ended a worker"
+    assert (await MixedGroups(cast(Replica, None)).room([claims[1]], 0)).num_groups == 0
+    alone = MixedGroups(cast(Replica, None), {"game": game}, answers_once=False)
+    assert (await alone.room([claims[0]], 0)).num_groups == 0, "a run of one kind has its bound and no more"
+    beside = MixedGroups(cast(Replica, None), {"game": game, "idle": idle, "other": cast(GroupSampler, Five(game))})
+    assert await beside.room(claims, 4) == Room(4, {"game,other": 1, "idle": 4, "": 4})
+    assert await beside.room(claims, 0) == Room(1, {"game,other": 0, "idle": 1, "": 0})
 
 
 async def test_check_compares_with_each_environment_the_components_that_score_what_it_plays(folder: Path) -> None:
@@ -267,3 +317,18 @@ async def test_a_full_environment_delays_no_claim_of_what_is_admitted_meanwhile(
                 full.set()
             found = await played(rollout, 10)
     assert found == {("game", 2, 0.5): 2, ("", 0, None): 8}
+
+
+async def test_two_environments_at_one_address_share_its_places(
+    store: StoreUnderTest, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "services.rollout")
+    async with environment(Game, max_sessions=8) as (game, _), environment(Game) as (other, _):
+        sections = {"short": game, "other": other, "long": game}
+        async with rollout_of(store, folder, **{name: {"address": at} for name, at in sections.items()}) as rollout:
+            for name in sections:
+                admit(rollout, MAX_GROUPS, name)
+            await rollout.publish(1)
+            found = await played(rollout, 3 * MAX_GROUPS)
+    assert found == {(name, 2, 0.5): MAX_GROUPS for name in sections}
+    assert "is full" not in caplog.text

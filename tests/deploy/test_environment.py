@@ -188,23 +188,25 @@ SEVERAL = [
     "--environments.game={address: 'games:50080', when: {task: game}}",
     "--environments.tools={address: 'tools:50081', when: {task: tools}}",
     "--environments.hard={address: 'games:50080', when: {task: hard}}",
+    "--environments.long={address: 'games:50082', when: {task: long}}",
     "--environments.web={address: 'web.example:443', ca_file: system, when: {task: web}}",
 ]
 
 
-def test_each_environment_has_a_way_and_a_certificate_of_its_own_and_one_process_has_one(tmp_path: Path) -> None:
+def test_each_environment_has_a_way_and_a_certificate_of_its_own_and_one_host_has_one(tmp_path: Path) -> None:
     objects, _ = made(tmp_path, *SEVERAL, AGENTS)
-    beside = {"environment-game": ("games", 50080), "environment-tools": ("tools", 50081)}
+    beside = {"environment-game": ("games", [50080, 50082]), "environment-tools": ("tools", [50081])}
     certificates, accounts = of_kind(objects, "Certificate"), of_kind(objects, "ServiceAccount")
     rollouts = [{"podSelector": {"matchExpressions": [OF_ROLLOUTS]}}]
-    for name, (host, port) in beside.items():
+    for name, (host, ports) in beside.items():
         peer = [{"podSelector": {"matchLabels": {"app.kubernetes.io/component": name}}}]
-        assert ways(objects, "rollout", "egress", port) == peer
-        assert ways(objects, name, "ingress", port) == rollouts == ways(objects, name, "egress", 50090)
+        for port in ports:
+            assert ways(objects, "rollout", "egress", port) == peer
+            assert ways(objects, name, "ingress", port) == rollouts == ways(objects, name, "egress", 50090)
         assert certificates[name]["spec"]["dnsNames"] == [host, "localhost"]
         assert name in accounts
     named = [name for kind in (certificates, accounts) for name in kind if name.startswith("environment")]
-    assert sorted(set(named)) == sorted(beside), "two at one address are one process; one elsewhere has its own"
+    assert sorted(set(named)) == sorted(beside), "those on one host are of one pod; one elsewhere has its own"
     callers = ways(objects, "rollout", "ingress", 50090)
     assert {"podSelector": {"matchLabels": {"app.kubernetes.io/component": "environment-tools"}}} in callers
     assert not [
@@ -218,14 +220,14 @@ def test_each_environment_has_a_way_and_a_certificate_of_its_own_and_one_process
 def test_a_mesh_knows_each_environment(tmp_path: Path) -> None:
     objects, _ = made(tmp_path, *SEVERAL, AGENTS, "--rpc.behind_mesh=true")
     allowed, routes = of_kind(objects, "AuthorizationPolicy"), of_kind(objects, "VirtualService")
-    for name, port in (("environment-game", "50080"), ("environment-tools", "50081")):
+    for name, ports in (("environment-game", ["50080", "50082"]), ("environment-tools", ["50081"])):
         (rule,) = allowed[name]["spec"]["rules"]
-        assert rule["to"][0]["operation"] == {"ports": [port], "paths": ["/rolecall.v1.EnvironmentService/*"]}
+        assert rule["to"][0]["operation"] == {"ports": ports, "paths": ["/rolecall.v1.EnvironmentService/*"]}
     principals = allowed["agents"]["spec"]["rules"][0]["from"][0]["source"]["principals"]
     assert {name.rpartition("/")[2] for name in principals} >= {"environment-game", "environment-tools"}
     assert {"games", "tools"} <= routes.keys()
     annotations = of_kind(objects, "AnnotationsTransformer")["istio"]["annotations"]
-    assert annotations["traffic.sidecar.istio.io/includeOutboundPorts"] == "50051,50080,50081,50090"
+    assert annotations["traffic.sidecar.istio.io/includeOutboundPorts"] == "50051,50080,50082,50081,50090"
 
 
 def test_a_project_has_a_certificate_for_each_environment_in_it(tmp_path: Path) -> None:

@@ -35,7 +35,10 @@ WORKERS = ("r.0", "r.1", "r.2")
 MAX_DELIVERIES = 3
 EXPIRY_S = 60
 workers = st.sampled_from(WORKERS)
-rooms = st.dictionaries(st.sampled_from(["game", "tools"]), st.integers(0, 2))
+few = st.integers(0, 2)
+rooms = st.dictionaries(st.sampled_from(["", "game", "tools"]), few) | st.dictionaries(
+    st.sampled_from(["", "game,tools"]), few
+)
 
 
 class LedgerMachine(LedgerModel):

@@ -102,7 +102,11 @@ class LedgerModel(RuleBasedStateMachine):
             if len(found) == count or len(in_hand) >= min(bounds, default=math.inf):
                 continue
             played_in = environment_of(gid)
-            if sum(environment_of(each) == played_in for each in found) < places.get(played_in, math.inf):
+            sharing, bound = next(
+                ((names.split(","), most) for names, most in places.items() if played_in in names.split(",")),
+                ([], math.inf),
+            )
+            if sum(environment_of(each) in sharing for each in found) < bound:
                 found.append(gid)
                 in_hand.append(gid)
             else:

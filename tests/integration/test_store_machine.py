@@ -96,13 +96,19 @@ VARIANTS = {
     "a renewal without a fence": ("renew", "if held(ARGV[i], ARGV[1], ARGV[i + 1]) then", "if owner(ARGV[i]) then"),
     "a release without a fence": ("release", "if held(ARGV[i], ARGV[1], ARGV[i + 1]) then", "if owner(ARGV[i]) then"),
     "a commit without a fence": ("commit", "if not held(entry, consumer, count) or", "if"),
-    "a claim that takes more than there are places": ("claim", "return places[name] >= 0", "return places[name] >= -1"),
+    "a claim that takes more than there are places": ("claim", "places[name].left > 0", "places[name].left >= 0"),
+    "a claim that counts shared places twice": (
+        "claim",
+        "places[name] = shared",
+        "places[name] = {left = shared.left}",
+    ),
     "a claim that loses what it passes over": (
         "claim",
-        "redis.call('XCLAIM', prompts, 'rollout', FREE, 0, item[1], 'JUSTID')",
+        "redis.call('XCLAIM', prompts, 'rollout', free_list(name), 0, item[1], 'JUSTID')",
         "",
     ),
-    "a claim that counts anew": ("claim", "consumer, 0, pending[1])", "consumer, 0, pending[1], 'RETRYCOUNT', 1)"),
+    "a claim that takes what waits by its kind": ("claim", "before(other.entry, list.entry)", "false"),
+    "a claim that counts anew": ("claim", "consumer, 0, entry)", "consumer, 0, entry, 'RETRYCOUNT', 1)"),
     "a drop that counts twice": (
         "drop",
         "if not state or state == 'dropped' or state == 'trained' then",

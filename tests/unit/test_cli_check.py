@@ -540,13 +540,46 @@ def write_tasks(config: Path, *tasks: str) -> None:
 
 def test_check_says_how_many_prompts_are_played_where_and_asks_each_environment(config: Path) -> None:
     write_tasks(config, "game", "maths", "tools", "tools", "maths", "maths")
-    code, text = findings(load_settings(config, PLAYED))
+    row = {"prompt": "why?", "ground_truth": "4", "task": "lab", "level": 2}
+    (config.parent / "held.jsonl").write_text(json.dumps(row) + "\n")
+    code, text = findings(load_settings(config, [*PLAYED, "evaluation.sets={held: {path: held.jsonl}}"]))
     assert code == 0, text
     assert "  1 are played in game, 2 are played in tools, 0 are played in lab, 3 are answered once" in text
     assert "NOTE environments.lab: no prompt of data.train is played in it (task: 'lab', level: 2); correct" in text
     for name, port in (("game", 1), ("tools", 2), ("lab", 3)):
         assert f"environments.{name}: 127.0.0.1:{port}; an episode ends when the environment says so" in text
         assert f"NOTE environments.{name}.address 127.0.0.1:{port}: " in text
+
+
+@pytest.mark.parametrize(
+    ("when", "told"),
+    [
+        (
+            "{tsk: game}",
+            "a field 'tsk' to compare: there are extra_info, level, task (did you mean 'task'?); correct it",
+        ),
+        ("{kind: game}", "a field 'kind' to compare: it is within the field 'extra_info', and what is within one is"),
+        ("{extra_info.kind: game}", "a field 'extra_info.kind' to compare: it is within the field 'extra_info'"),
+        ("{prompt: 'lab?'}", "a field 'prompt' to compare: the prompt, its ground truth, images and uid are not"),
+        ("{task: gane}", "task: 'gane' (did you mean 'game'?); it is 'game', 'maths'; correct it"),
+        ("{task: [lab, mathz]}", "task: ('lab', 'mathz') (did you mean 'maths'?)"),
+        ("{level: '1'}", "level: '1' (did you mean 1?); it is 1; correct it"),
+    ],
+)
+def test_a_when_that_names_what_no_row_has_is_refused_by_check_and_train(
+    config: Path, capsys: pytest.CaptureFixture[str], when: str, told: str
+) -> None:
+    rows = [
+        {"prompt": f"{task}?", "ground_truth": "4", "task": task, "level": 1, "extra_info": {"kind": "game"}}
+        for task in ("game", "maths")
+    ]
+    (config.parent / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"environments.lab={{address: '127.0.0.1:1', when: {when}}}"]
+    for command in ("check", "train"):
+        assert main([command, str(config), *(f"--{word}" for word in words)]) == 2
+        said = "".join(capsys.readouterr())
+        assert f"environments.lab.when: no prompt of data.train or evaluation.sets has {told}" in said
+    assert len(notes_of(config, "environments.lab:", *words, "data.max_prompts=1")) == 1, "not every row is looked at"
 
 
 @pytest.mark.parametrize("command", ["check", "train"])

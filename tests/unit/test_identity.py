@@ -252,6 +252,33 @@ def test_a_setting_that_came_with_a_newer_release_was_at_its_default(
     settle(begin())
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "is_same"),
+    [
+        (1, True, False),
+        ([0, 1], [False, True], False),
+        (1, "1", False),
+        (["a", "b"], ["a", "b", "c"], False),
+        (["a", "b"], ["b", "a", "b"], True),
+        ("a", ["a"], True),
+        ([1, 2.5], [2.5, 1.0], True),
+    ],
+)
+def test_the_prompts_of_an_environment_stay_however_its_conditions_are_written(
+    begin: MakeSettings, tmp_path: Path, before: Any, now: Any, is_same: bool
+) -> None:
+    (tmp_path / "played").mkdir()
+    for wanted in (before, now):
+        run = {"name": "test", "num_steps": 1, "dir": str(tmp_path / "played")}
+        game = {"address": "127.0.0.1:1", "when": {"task": wanted}}
+        settings = begin(run=run, environments={"game": game})
+        if wanted is before or is_same:
+            settle(settings)
+        else:
+            with pytest.raises(ConfigError, match="another environments "):
+                settle(settings)
+
+
 def test_an_option_that_a_newer_release_adds_to_adapters_is_not_held_against_the_run(
     begin: MakeSettings, tmp_path: Path
 ) -> None:

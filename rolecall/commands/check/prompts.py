@@ -1,23 +1,30 @@
 """The prompts of a run in lines of `rolecall check`: what their files hold, and how long they are."""
 
+import reprlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from rolecall.commands.check.capacity import in_bytes
 from rolecall.commands.check.footprint import store
 from rolecall.commands.check.preflight import NOTE
-from rolecall.data.dataset import RawPrompt, load_prompts
+from rolecall.data.dataset import UID_FIELD, RawPrompt, load_prompts
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.scoring.sources import MAX_SOURCES, SOURCE_FIELD, count_sources, source_of
 from rolecall.settings import RunSettings
+from rolecall.settings.section import holds
+from rolecall.terminal import did_you_mean
 
 _MAX_MEASURED_PROMPTS = 2000
 """Prompts of a file that are rendered and counted; the controller looks at every one when its turn comes."""
 _NAMED_SOURCES = 8
 """Sources of a held-out set that are named, the most frequent."""
+_NAMED_VALUES, _COMPARED_VALUES = 8, 1000
+"""Values of a field that are named, and compared, where a `when` finds none of its own."""
 
 
 def all_prompts(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[Iterator[str]]:
@@ -29,8 +36,8 @@ def all_prompts(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Itera
     yield _prompts(settings, tokenizer, "data.train", settings.data.train, settings.data.max_prompts, "", train)
     yield _epochs(settings, train)
     yield store(settings, train)
-    yield _unplayed(settings, train)
     yield _unused_evaluation(settings)
+    held_outs: dict[str, list[RawPrompt]] = {}
     for name, section in settings.evaluation.sets.items():
         times = ["at step 0"] if settings.evaluation.at_start else []
         times += [f"every {settings.evaluation.every_steps} steps"] if settings.evaluation.every_steps else []
@@ -38,22 +45,64 @@ def all_prompts(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Itera
         about = f", {section.num_responses} response(s) at temperature {section.temperature}, {when}"
         if settings.evaluation.beside:
             about += ", beside the next step, whose publish waits"
-        held_out: list[RawPrompt] = []
+        held_out = held_outs[name] = list[RawPrompt]()
         setting = f"evaluation.sets.{name}.path"
         yield _prompts(settings, tokenizer, setting, section.path, section.max_prompts, about, held_out)
         yield _sources(setting, held_out)
+    for name in settings.environments:
+        yield _unplayed(settings, name, train, held_outs)
 
 
-def _unplayed(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
-    """Notes on environments that none of the training prompts are played in, where those could be read."""
-    played = {prompt.environment for prompt in prompts}
-    for name, section in settings.environments.items() if prompts else ():
-        if name not in played:
-            when = ", ".join(f"{field}: {wanted!r}" for field, wanted in section.when.items())
-            yield (
-                f"{NOTE} environments.{name}: no prompt of data.train is played in it ({when}); correct its when, "
-                "unless it is for held-out prompts"
-            )
+def _unplayed(
+    settings: RunSettings, name: str, train: list[RawPrompt], held_outs: Mapping[str, list[RawPrompt]]
+) -> Iterator[str]:
+    """The note on an environment that no training prompt is played in, where those could be read. ConfigError where
+    what its when names is in no row, and all rows were read.
+    """
+    if not train or any(prompt.environment == name for prompt in train):
+        return
+    when = settings.environments[name].when
+    bounds = [settings.data.max_prompts, *(section.max_prompts for section in settings.evaluation.sets.values())]
+    if all(held_outs.values()) and not any(bounds):
+        rows = [prompt.metadata for prompts in (train, *held_outs.values()) for prompt in prompts]
+        for field, wanted in when.items():
+            if not any(holds({field: wanted}, row) for row in rows):
+                raise ConfigError(f"environments.{name}.when: {_missing(settings, field, wanted, rows)}")
+    told = ", ".join(f"{field}: {wanted!r}" for field, wanted in when.items())
+    yield (
+        f"{NOTE} environments.{name}: no prompt of data.train is played in it ({told}); correct its when, "
+        "unless it is for held-out prompts"
+    )
+
+
+def _missing(settings: RunSettings, field: str, wanted: object, rows: list[Mapping[str, Any]]) -> str:
+    """Tells what no row has, what rows have in its place, and what to do."""
+    data, values = settings.data, {str(row[field]): row[field] for row in rows if field in row}
+    if values:
+        asked = wanted if isinstance(wanted, tuple) else (wanted,)
+        compared = list(values)[:_COMPARED_VALUES]
+        near = [close for value in asked for close in get_close_matches(str(value), compared, n=1)]
+        meant = f" (did you mean {values[near[0]]!r}?)" if near else ""
+        there = ", ".join(map(reprlib.repr, list(values.values())[:_NAMED_VALUES]))
+        there += ", ..." if len(values) > _NAMED_VALUES else ""
+        return f"no prompt of data.train or evaluation.sets has {field}: {wanted!r}{meant}; it is {there}; correct it"
+    known = sorted(set().union(*rows))
+    holders = [
+        outer
+        for row in rows
+        for outer, inner in row.items()
+        if isinstance(inner, Mapping) and field.removeprefix(f"{outer}.") in inner
+    ]
+    if field in (data.prompt_field, data.ground_truth_field, data.images_field, UID_FIELD):
+        why = "the prompt, its ground truth, images and uid are not compared"
+    elif holders:
+        why = f"it is within the field {holders[0]!r}, and what is within one is not compared"
+    else:
+        why = f"there are {', '.join(known) or 'none'}{did_you_mean(field, known)}"
+    return (
+        f"no prompt of data.train or evaluation.sets has a field {field!r} to compare: {why}; correct it, or have "
+        "data.preprocess add the field"
+    )
 
 
 def _unused_evaluation(settings: RunSettings) -> Iterator[str]:

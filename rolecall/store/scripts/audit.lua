@@ -23,10 +23,10 @@ local function info(kind, stream, field)
   end
 end
 
-local pending, strangers, asked = {}, {}, {[FREE] = true, [OVER] = true}
+local pending, strangers, asked = {}, {}, {}
 if redis.call('EXISTS', prompts) == 1 then pending = redis.call('XPENDING', prompts, 'rollout', '-', '+', 1000000) end
 for _, item in ipairs(pending) do
-  if not asked[item[2]] and redis.call('HEXISTS', worker_key(item[2]), 'version') == 0 then strangers[#strangers + 1] = item[2] end
+  if not asked[item[2]] and string.sub(item[2], 1, 1) ~= '~' and redis.call('HEXISTS', worker_key(item[2]), 'version') == 0 then strangers[#strangers + 1] = item[2] end
   asked[item[2]] = true
 end
 local groups, batches = {}, {}

@@ -1,15 +1,15 @@
 #!lua flags=allow-oom
--- Claims up to n groups: released entries first, then new ones. ARGV: consumer, n, number of the call, then (environment, number)
--- pairs: at most so many are of groups that are played in that one. DENIED unless the consumer is attested at the
+-- Claims up to n groups: released entries first, then new ones. ARGV: consumer, n, number of the call, then (environments, number)
+-- pairs: at most so many are of groups that are played in one of those, their names with commas between ('': in none). DENIED unless the consumer is attested at the
 -- current policy version and no publish is under way; and on a server that the controller has not confirmed yet, which may lack what is claimed or trained
 -- already. Repeated with the number of the consumer's last claim: the same entries, as far as it still holds
 -- them. With a lower one (it was on its way while the network was away): nothing, for nobody waits for the answer.
 -- An entry whose worker died may be poison: while a worker holds it, it gets no more than `suspects` says in all. (Otherwise one poison prompt takes the
 -- deliveries of every group beside it.) Waiting for a worker that holds so few ends, because admission does.
 -- An entry whose environment has no more places is passed over. One that came from the stream is released for it, excused: whoever has a place takes it, and
--- it keeps nobody from what was admitted behind it.
+-- it keeps nobody from what was admitted behind it. What an earlier release let wait with all others is put where its kind waits.
 -- OK, last entry id delivered to anyone, then per entry {entry, delivery count, excused, most groups to hold (0: any number), group, traceparent};
--- the ledger's id.
+-- the ledger's id; 1 where a group waits for a place, else 0 (also of a repeated call).
 local consumer, worker = ARGV[1], worker_key(ARGV[1])
 local version, current = redis.call('HGET', worker, 'version'), redis.call('HGET', run, 'policy_version')
 if not version then return {'DENIED', consumer .. ' holds no attested weights'} end
@@ -21,16 +21,25 @@ if redis.call('HGET', run, 'server') ~= server() or redis.call('HGET', run, 'set
 end
 
 local places = {}
-for i = 4, #ARGV, 2 do places[ARGV[i]] = tonumber(ARGV[i + 1]) end
--- Whether there is a place for an entry, which is taken with that.
-local function takes_place(entry)
-  local name = next(places) and redis.call('HGET', played, entry)
-  if not name or not places[name] then return true end
-  places[name] = places[name] - 1
-  return places[name] >= 0
+for i = 4, #ARGV, 2 do
+  local shared = {left = tonumber(ARGV[i + 1])}
+  for name in string.gmatch(ARGV[i] .. ',', '([^,]*),') do places[name] = shared end
+end
+local function has_place(name) return not places[name] or places[name].left > 0 end
+-- Whether there is a place in the environment `name`, which is taken with that.
+local function takes_place(name)
+  if not has_place(name) then return false end
+  if places[name] then places[name].left = places[name].left - 1 end
+  return true
 end
 
-local entries, latest = {}, number(worker, 'call', -1)
+local function before(entry, other)
+  local ms, seq = string.match(entry, '(%d+)-(%d+)')
+  local other_ms, other_seq = string.match(other, '(%d+)-(%d+)')
+  return tonumber(ms) < tonumber(other_ms) or ms == other_ms and tonumber(seq) < tonumber(other_seq)
+end
+
+local entries, latest, passed = {}, number(worker, 'call', -1), 0
 if tonumber(ARGV[3]) == latest then
   for entry in string.gmatch(redis.call('HGET', worker, 'ids'), '%S+') do
     if owner(entry) == consumer then entries[#entries + 1] = entry end
@@ -41,30 +50,55 @@ elseif tonumber(ARGV[3]) > latest then
   local function bound(entry, most) return any and math.min(most, number(suspects, entry, most)) or most end
   local mine, most = redis.call('XPENDING', prompts, 'rollout', '-', '+', 10000, consumer), math.huge
   for _, pending in ipairs(mine) do most = bound(pending[1], most) end
-  local free, from = nil, '-'
-  repeat
-    free = redis.call('XPENDING', prompts, 'rollout', from, '+', 1000, FREE)
-    for _, pending in ipairs(free) do
-      if #entries >= limit or #mine + #entries >= most then break end
-      local with_it = bound(pending[1], most)
-      if #mine + #entries < with_it and takes_place(pending[1]) then
-        redis.call('XCLAIM', prompts, 'rollout', consumer, 0, pending[1])
-        entries[#entries + 1] = pending[1]
-        most = with_it
-      end
-      from = '(' .. pending[1]
+  -- Lists of what waits, one for each kind that has a place, each with its oldest entry. How many others wait does not matter.
+  local lists = {}
+  local function turn(list, from)
+    list.entry = (redis.call('XPENDING', prompts, 'rollout', from, '+', 1, list.consumer)[1] or {})[1]
+  end
+  for _, waiting in ipairs(redis.call('XPENDING', prompts, 'rollout')[4] or {}) do
+    local name = string.match(waiting[1], '^' .. FREE .. ':?(.*)')
+    if name and not has_place(name) then
+      passed = 1
+    elseif name then
+      lists[#lists + 1] = {consumer = waiting[1]}
+      turn(lists[#lists], '-')
     end
-  until #free < 1000 or #entries >= limit or #mine + #entries >= most
+  end
+  while #entries < limit and #mine + #entries < most do
+    local list
+    for _, other in ipairs(lists) do
+      if other.entry and (not list or before(other.entry, list.entry)) then list = other end
+    end
+    if not list then break end
+    local entry = list.entry
+    local with_it = bound(entry, most)
+    turn(list, '(' .. entry)
+    if #mine + #entries < with_it then
+      local name = environment(entry)
+      if takes_place(name) then
+        redis.call('XCLAIM', prompts, 'rollout', consumer, 0, entry)
+        entries[#entries + 1] = entry
+        most = with_it
+      elseif list.consumer == free_list(name) then
+        list.entry = nil
+      else
+        redis.call('XCLAIM', prompts, 'rollout', free_list(name), 0, entry, 'JUSTID')
+        passed = 1
+      end
+    end
+  end
   limit = math.min(limit, most - #mine)
   while #entries < limit do
     local fresh = redis.call('XREADGROUP', 'GROUP', 'rollout', consumer, 'COUNT', limit - #entries, 'STREAMS', prompts, '>')
     if not fresh then break end
     for _, item in ipairs(fresh[1][2]) do
-      if takes_place(item[1]) then
+      local name = environment(item[1])
+      if takes_place(name) then
         entries[#entries + 1] = item[1]
       else
         redis.call('HINCRBY', group_key(item[2][2]), 'excused', 1)
-        redis.call('XCLAIM', prompts, 'rollout', FREE, 0, item[1], 'JUSTID')
+        redis.call('XCLAIM', prompts, 'rollout', free_list(name), 0, item[1], 'JUSTID')
+        passed = 1
       end
     end
   end
@@ -84,4 +118,4 @@ for _, described in ipairs(info) do
     if described[i] == 'last-delivered-id' then last = described[i + 1] end
   end
 end
-return {'OK', last, claims, redis.call('HGET', run, 'id') or ''}
+return {'OK', last, claims, redis.call('HGET', run, 'id') or '', passed}

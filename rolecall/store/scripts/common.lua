@@ -25,8 +25,8 @@
 --
 -- Delivery: at least once, committed once. A claim is a pending entry of the consumer group; its token, the fence, is (consumer, delivery
 -- count). The count grows at each claim and never falls, so no two claims share a token; what a drain or a release took back is counted in
--- `excused`, what ended with its worker in `deaths`, and the rest are failures of the group itself. Released entries are pending under '~free', and so are
--- those whose environment had no place when they were read from the stream, which is excused; entries
+-- `excused`, what ended with its worker in `deaths`, and the rest are failures of the group itself. Released entries are pending under '~free', those that
+-- are played in an environment under '~free:<its name>', and so are those for which it had no place when they were read from the stream, which is excused; entries
 -- delivered too often wait under '~over' to be dropped. A group becomes terminal once: admitted = trained + dropped + live, XLEN(prompts) = groups in
 -- state admitted, XLEN(trajectories) = committed + sealed.
 --
@@ -93,6 +93,12 @@ local function owner(entry)
   return pending[1][2], pending[1][4], pending[1][3]
 end
 
+-- The environment that an entry's group is played in; '': in none.
+local function environment(entry) return redis.call('HGET', played, entry) or '' end
+
+-- Who holds entries to be claimed that are played in the environment `name`: each kind waits by itself, so that a claim walks over none without places.
+local function free_list(name) return name == '' and FREE or FREE .. ':' .. name end
+
 -- The number of entries that `consumer` holds.
 local function num_held(consumer)
   for _, of_consumer in ipairs(redis.call('XPENDING', prompts, 'rollout')[4] or {}) do
@@ -117,7 +123,7 @@ end
 
 local function note(gid, event, ...) redis.call('XADD', history, '*', 'gid', gid, 'event', event, ...) end
 
--- Hands an entry that `consumer` holds back: to '~free', or to '~over' when it failed too often. `event` says how it came to that, `error` what happened
+-- Hands an entry that `consumer` holds back: to its free list, or to '~over' when it failed too often. `event` says how it came to that, `error` what happened
 -- ('' when nothing is known); the last error that is known stays with the group. `fault` says whose it was:
 --   nobody's   'excused': the delivery does not count
 --   the group's   'own': too often is `limit` times (0: no limit)
@@ -135,7 +141,7 @@ local function hand_back(event, entry, consumer, count, fault, limit, error)
     redis.call('HSET', suspects, entry, math.ceil(fault / 4))
     over = redis.call('HINCRBY', key, 'deaths', 1) > limit and limit > 0 and fault == 1
   end
-  redis.call('XCLAIM', prompts, 'rollout', over and OVER or FREE, 0, entry, 'JUSTID')
+  redis.call('XCLAIM', prompts, 'rollout', over and OVER or free_list(environment(entry)), 0, entry, 'JUSTID')
   note(gid, event, 'token', consumer .. '-' .. count, 'excused', fault == 'excused' and 1 or 0, 'held_back', over and 1 or 0, 'error', error)
 end
 
