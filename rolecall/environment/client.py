@@ -68,6 +68,7 @@ class EnvironmentClient:
         self._spec: environment_pb2.DescribeEnvironmentResponse | None = None
         self._limit = RateLimit()
         self._away_until = float("-inf")
+        self._is_told_away = False
         self._sessions: set[EpisodeSession] = set()
         self._ending: set[asyncio.Task[Any]] = set()
         self._keeping: asyncio.Task[None] | None = None
@@ -117,9 +118,14 @@ class EnvironmentClient:
             try:
                 await self.describe()
             except EnvironmentAwayError as error:
-                logger.warning("%s", error.message)
+                if not self._is_told_away:  # once, not once a second for as long as it takes
+                    logger.warning("%s; it is asked again until it answers", error.message)
+                    self._is_told_away = True
                 return 0
             self._away_until = float("-inf")
+            if self._is_told_away:
+                logger.warning("the environment at %s answers again", self.address)
+                self._is_told_away = False
         return max(0, self.spec.max_sessions - self.num_open) if self.spec.max_sessions else None
 
     def session(self, name: str, group: str, fence: int) -> "EpisodeSession":
