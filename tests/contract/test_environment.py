@@ -365,6 +365,22 @@ async def test_an_environment_that_is_away_is_no_episode_s_fault_and_is_asked_ag
     assert told == ["it is asked again until it answers", f"the environment at {address} answers again"]
 
 
+async def test_an_environment_that_is_gone_for_good_holds_no_episode_for_the_whole_deadline_of_its_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with environment(step_timeout_s=3600) as (address, _):
+        client = open_environment(EnvironmentSection(address=address), RpcSection())
+        await client.describe()
+        session = client.session("run/7/0/a-1", GROUP, 1)
+        await session.reset(task(), 1)
+    monkeypatch.setattr("rolecall.environment.client.NOBODY_S", 0.2)
+    async with asyncio.timeout(60):
+        with pytest.raises(EnvironmentAwayError, match="does not describe itself"):
+            await session.step("a", is_cut=False)
+    session.leave()
+    await client.close()
+
+
 async def test_an_environment_that_hangs_on_an_episode_loses_that_one_alone() -> None:
     released = threading.Event()
 
