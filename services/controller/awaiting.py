@@ -20,9 +20,9 @@ from services.controller.groups.failures import RunEnd, StallClock
 from services.controller.groups.prompts import Cursor
 from services.controller.recovered import Recovered
 
-REST_S = 30.0
+REST_S = 60.0
 """Seconds without sampling and scoring after which a run that was asked to stop ends before its next batch: an
-environment is away, or hangs. The groups are live still when the run is resumed.
+environment is away, or hangs; one that lives answers sooner. The groups are live still when the run is resumed.
 """
 
 
