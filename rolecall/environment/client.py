@@ -8,6 +8,7 @@ a failure. Bounds: as many sessions as the caller opens, and one call of each at
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -51,6 +52,10 @@ NUM_TRIES = 3
 """A call gets this share of its deadline, so that a lost reply leaves time to ask for it again."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 """Pauses before a call is repeated double from the first to the longest."""
+NOBODY_S = 30.0
+"""Longest time for which a call is repeated whose connection breaks each time, before Describe says whether anybody is
+there: an agent's run may take an hour, and one whose environment is away would hold its group for as long.
+"""
 AWAY_S = 1.0
 """Pause before an environment that is away is asked again."""
 _MISPLACED = (UnauthenticatedError, VersionMismatchError)
@@ -68,6 +73,7 @@ class EnvironmentClient:
         self._spec: environment_pb2.DescribeEnvironmentResponse | None = None
         self._limit = RateLimit()
         self._away_until = float("-inf")
+        self._is_told_away = False
         self._sessions: set[EpisodeSession] = set()
         self._ending: set[asyncio.Task[Any]] = set()
         self._keeping: asyncio.Task[None] | None = None
@@ -117,9 +123,14 @@ class EnvironmentClient:
             try:
                 await self.describe()
             except EnvironmentAwayError as error:
-                logger.warning("%s", error.message)
+                if not self._is_told_away:  # once, not once a second for as long as it takes
+                    logger.warning("%s; it is asked again until it answers", error.message)
+                    self._is_told_away = True
                 return 0
             self._away_until = float("-inf")
+            if self._is_told_away:
+                logger.warning("the environment at %s answers again", self.address)
+                self._is_told_away = False
         return max(0, self.spec.max_sessions - self.num_open) if self.spec.max_sessions else None
 
     def session(self, name: str, group: str, fence: int) -> "EpisodeSession":
@@ -165,6 +176,7 @@ class EnvironmentClient:
         InvalidInputError.
         """
         ends_at, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+        asks_at = math.inf
         while True:
             called_at = time.monotonic()
             try:
@@ -176,6 +188,11 @@ class EnvironmentClient:
                     raise EnvironmentAwayError(full) from error
                 if time.monotonic() + pause_s >= ends_at:
                     raise await self._verdict(what, timeout_s, error) from error
+                if not isinstance(error, UnavailableError):
+                    asks_at = math.inf
+                elif time.monotonic() >= (asks_at := min(asks_at, time.monotonic() + NOBODY_S)):
+                    await self.describe()
+                    asks_at = math.inf
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             except _MISPLACED as error:

@@ -272,7 +272,7 @@ def open_external(
         timeout_s=timeout_s,
         max_attempts=max_attempts,
         max_calls=scorer.max_calls,
-        is_foreign=True,
+        is_foreign=scorer.server is None,  # a reward model of the run's gives logits, which have no range
         hedge_after_s=scorer.hedge_after_s,
     )
     return client, channel

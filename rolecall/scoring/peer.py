@@ -103,7 +103,7 @@ class Peer:
         passing = [outcome for outcome in outcomes if isinstance(outcome, Failure) and outcome.retryable]
         if len(passing) == len(outcomes):
             self.is_silent(passing[0])
-        else:
+        elif not passing:  # of some it may have had the scores already, as a reward has whose judge is away
             self.is_back()
 
     def has_failed(self, error: RoleCallError) -> Failure:

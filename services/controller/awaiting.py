@@ -20,6 +20,11 @@ from services.controller.groups.failures import RunEnd, StallClock
 from services.controller.groups.prompts import Cursor
 from services.controller.recovered import Recovered
 
+REST_S = 60.0
+"""Seconds without sampling and scoring after which a run that was asked to stop ends before its next batch: an
+environment is away, or hangs; one that lives answers sooner. The groups are live still when the run is resumed.
+"""
+
 
 @dataclass(frozen=True)
 class NextBatch:
@@ -49,6 +54,8 @@ class NextBatches:
     """The place in the sequence of prompts, which moves while admission passes over those that are too long."""
     trouble: Callable[[], str]
     """Why admission waits, where something that is away keeps it; else empty."""
+    is_scoring: Callable[[], bool]
+    """Whether some group is being scored."""
 
     async def next(self, step: int) -> NextBatch | None:
         """The batch of `step`: the one sealed by an earlier loop, or the groups that admission.py chooses. None when
@@ -66,12 +73,13 @@ class NextBatches:
         ending = asyncio.create_task(self.end.wait())
         stall = StallClock(_patience_s(self.settings))
         away = StallClock(self.settings.reward.away_timeout_s or math.inf)
+        rest = StallClock(REST_S)
         try:
             while True:
                 self._show_what_is_awaited(step)
                 await asyncio.wait(
                     [groups, ending] if sealed is None else [groups],
-                    timeout=min(stall.look_s, away.look_s),
+                    timeout=min(stall.look_s, away.look_s, rest.look_s),
                     return_when=FIRST_COMPLETED,
                 )
                 moves, paused, trouble = self._what_moves(), self.board.paused, self.reward.trouble
@@ -82,7 +90,8 @@ class NextBatches:
                 if has_stalled and not groups.done():
                     self.end.call(self._stalled(step))
                     return None
-                if sealed is None and self._ends_now(is_ready=groups.done()):
+                rests = rest.has_stalled(self.assembly.num_changes, paused=self._works()) and not groups.done()
+                if sealed is None and (rests or self._ends_now(is_ready=groups.done())):
                     return None
                 if groups.done():
                     return NextBatch(groups.result(), sealed)
@@ -97,6 +106,11 @@ class NextBatches:
         """
         progress = [(rollout.consumer, rollout.progress) for rollout in self.fleet.rollouts()]
         return self.assembly.num_changes, progress, self.cursor()
+
+    def _works(self) -> bool:
+        """Whether groups are sampled or scored, or nobody asked for the end."""
+        is_sampling = any(rollout.busy for rollout in self.fleet.rollouts())
+        return not self.board.stop_requested or is_sampling or self.is_scoring()
 
     def _scorer_away(self, trouble: str) -> BudgetSpentError:
         return BudgetSpentError(

@@ -99,6 +99,7 @@ class Loop:
             self._waits_for_room,
             lambda: self._prompts.cursor,
             lambda: self._intake.trouble,
+            lambda: self._collection.is_scoring,
         )
         self._reports = Reports(parts)
         self._evaluations = Evaluations(

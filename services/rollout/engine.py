@@ -90,6 +90,7 @@ class VllmEngine:
             )
         self._num_probes = 0
         self._num_moves = 0
+        self._is_split_on_cpus = config.num_workers > 1 and not config.devices
         self._makes_stage_buffers = config.pipeline_parallel_size > 1 and not config.devices
         self._num_loads = 0
         """Loads that have begun: prefixes are shared between requests that began under the same weights."""
@@ -133,6 +134,8 @@ class VllmEngine:
         nobody's deadline runs. For the probe's logprobs torch compiles kernels, which takes tens of seconds where they
         are in no cache yet.
         """
+        if self._is_split_on_cpus:
+            await self._alive(self._llm.collective_rpc("unlink_shared_memory"))
         if self._makes_stage_buffers:
             await self._alive(self._llm.collective_rpc("make_stage_buffers"))
         await self.pause(PauseMode.KEEP)

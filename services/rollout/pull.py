@@ -131,6 +131,8 @@ class PullLoop:
         """
         self._arrival: asyncio.Task[None] | None = None
         """A wait for work beside groups in hand, which goes on while those end; None: none is under way."""
+        self._without_places: list[str] = []
+        """Environments that had no place for a group at the last look."""
         self._draining = asyncio.Event()
         self._drained = asyncio.Event()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -193,6 +195,7 @@ class PullLoop:
         if self._start():
             return
         room = await self._sampler.room([work.claim for work in self._work.values()], self._room())
+        self._without_places = [name for name, places in room.places.items() if room.num_groups and not places]
         if room.num_groups == 0:
             self._replica.note_places(missing=False)
             await self._until(*self._tasks())
@@ -281,7 +284,9 @@ class PullLoop:
             return "draining"
         if not self._replica.gate.is_open:
             return f"weights {self._replica.held.state.name.lower()}"
-        return f"generating {len(self._work)} groups" if self._work else "idle"
+        doing = f"generating {len(self._work)} groups" if self._work else "idle"
+        lacking = ", ".join(self._without_places)
+        return f"{doing}; away or full: environments {lacking}" if lacking else doing
 
     async def _renew(self) -> None:
         """Keeps the leases of what is in hand; stops work on what is lost. The next renewal is due lease_s / 3 after

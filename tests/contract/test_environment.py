@@ -341,7 +341,10 @@ async def test_whatever_the_wire_loses_repeats_or_delays_no_answer_is_shifted(se
         await until(lambda: sessions.num_open == 0)
 
 
-async def test_an_environment_that_is_away_is_no_episode_s_fault_and_is_asked_again() -> None:
+async def test_an_environment_that_is_away_is_no_episode_s_fault_and_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rolecall.environment.client.AWAY_S", 0.05)
     async with environment(reset_timeout_s=0.5, close_timeout_s=0.2) as (address, _):
         client = open_environment(EnvironmentSection(address=address), RpcSection())
         assert await client.num_free() == 8
@@ -349,12 +352,32 @@ async def test_an_environment_that_is_away_is_no_episode_s_fault_and_is_asked_ag
     with pytest.raises(EnvironmentAwayError, match="does not describe itself"):
         await session.reset(task(), 1)
     session.leave()
-    assert await client.num_free() == 0
+    for _ in range(4):
+        assert await client.num_free() == 0
+        await asyncio.sleep(0.1)
     async with environment(address=address, reset_timeout_s=0.5, close_timeout_s=0.2):
         await until(lambda: client.num_open == 0)
         async with asyncio.timeout(60):
             while await client.num_free() != 8:
                 await asyncio.sleep(0.05)
+    await client.close()
+    told = [line.split("; ")[-1] for line in caplog.messages if line.startswith(f"the environment at {address}")]
+    assert told == ["it is asked again until it answers", f"the environment at {address} answers again"]
+
+
+async def test_an_environment_that_is_gone_for_good_holds_no_episode_for_the_whole_deadline_of_its_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with environment(step_timeout_s=3600) as (address, _):
+        client = open_environment(EnvironmentSection(address=address), RpcSection())
+        await client.describe()
+        session = client.session("run/7/0/a-1", GROUP, 1)
+        await session.reset(task(), 1)
+    monkeypatch.setattr("rolecall.environment.client.NOBODY_S", 0.2)
+    async with asyncio.timeout(60):
+        with pytest.raises(EnvironmentAwayError, match="does not describe itself"):
+            await session.step("a", is_cut=False)
+    session.leave()
     await client.close()
 
 

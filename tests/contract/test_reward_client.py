@@ -243,11 +243,19 @@ async def test_a_scorer_that_gives_no_scores_is_in_trouble_until_it_does(
             await client.score(items_of("a"))
         assert client.trouble.startswith(f"scorer 'it' at {address} gives no scores: UNAVAILABLE: ")
         assert client.trouble.endswith("its disk is full")
-        liar.fail = None
+        liar.fail, liar.lie = None, first_fails
+        first, second = await client.score(items_of("a", "b"))
+        assert (isinstance(first, Failure), second) == (True, Score(0.5))
+        assert client.trouble, "it may have had the scores that it gives"
+        liar.lie = lambda response: None
         await client.score(items_of("a"))
         assert not client.trouble
     told = [record.getMessage() for record in caplog.records if record.name == "rolecall.scoring.peer"]
     assert [line.partition(address)[2].partition(":")[0] for line in told] == [" gives no scores", " answers again"]
+
+
+def first_fails(response: reward_pb2.ScoreResponse) -> None:
+    response.results[0].error.retryable = True
 
 
 async def refuse(why: str) -> None:

@@ -174,6 +174,19 @@ async def test_a_body_that_never_ends_is_refused_and_its_connection_closed(monke
         writer.close()
 
 
+async def test_a_client_that_leaves_within_its_request_is_no_error_of_the_servers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with listening() as (_, key, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/messages HTTP/1.1\r\nhost: a\r\nx-api-key: {key}\r\ncontent-length: 100\r\n\r\n{{"
+        writer.write(head.encode())
+        await asyncio.sleep(0.2)
+        writer.transport.abort()
+        await asyncio.sleep(0.2)
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("path", ["chat/completions", "messages", "messages/count_tokens"])
 async def test_a_call_whose_body_comes_after_its_episode_is_over_is_refused(path: str) -> None:
     """The attempt is None here: to ask it would be an error of the server's."""

@@ -165,8 +165,10 @@ async def test_an_environment_that_does_not_answer_delays_its_own_groups_alone(
                 admit(rollout, 1, "")
                 await rollout.committed(2 * MAX_GROUPS + 1)
                 await until(lambda: rollout.replica.has_work)
+                await until(lambda: rollout.phases[-1] == "idle; away or full: environments game")
             async with environment(Game, address):
                 found = await played(rollout, 5 * MAX_GROUPS + 1)
+                await until(lambda: rollout.phases[-1] == "idle")
     assert found["game", 2, 0.5] == 3 * MAX_GROUPS
     assert store.balance() == (5 * MAX_GROUPS + 1, 0, 0, 5 * MAX_GROUPS + 1)
 

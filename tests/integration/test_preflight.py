@@ -206,6 +206,11 @@ def test_a_role_that_may_still_come_is_noted_and_waited_for(tmp_path: Path, plac
         "controller.start_timeout_s = 300 s\n"
     )
     assert told in out.getvalue()
+    scorer = "reward.components={won: {scorer: {kind: environment}}}"
+    game = f"environments={{game: {{address: '{places['nobody']}'}}}}"
+    assert find_problems(load_settings(write_light_config(tmp_path), [game, scorer]), out) == []
+    where = f"NOTE environments.game.address {places['nobody']}"
+    assert f"{where}: nobody listens there yet; its prompts wait for it, others go on\n" in out.getvalue()
 
 
 @pytest.mark.parametrize("kind", ["trl", "code"])

@@ -177,6 +177,7 @@ async def test_a_reward_model_starts_with_the_run_again_when_it_is_killed_and_en
         train.send_signal(signal.SIGTERM)
         await asyncio.to_thread(train.communicate, timeout=60)
         assert wait_until_gone(processes, 10.0) == []
+        assert "names no range" not in (run / "logs" / "reward.log").read_text(), "nobody can correct what is ours"
     finally:
         train.kill()
         train.wait(30)

@@ -172,8 +172,11 @@ def test_parallel_workers_receive_exact_weights_and_end_when_the_service_is_kill
         try:
             outcomes = said(service.stdout)
             children = [psutil.Process(pid) for pid in outcomes["children"]]
+            mapped = {Path(each.path) for child in children for each in child.memory_maps()}
         finally:
             service.kill()
+    shared = [path for path in mapped if "cpushm" in path.name]
+    assert (len(shared), [path for path in shared if path.exists()]) == (num_workers if num_workers > 1 else 0, [])
     assert outcomes["num_ranks"] == num_workers
     for version, name in enumerate(("first", "second", "whole", "delta"), start=1):
         assert is_exact(outcomes[name]), outcomes[name]

@@ -316,6 +316,7 @@ async def moe(bench: Bench) -> None:
 
 async def workers(bench: Bench) -> None:
     """An AsyncLLM with processes of its own."""
+    await bench.engine.collective_rpc("unlink_shared_memory")
     await bench.publish("first", 0)
     await bench.publish("second", 1)
     await bench.open()

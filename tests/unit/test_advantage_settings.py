@@ -142,15 +142,19 @@ def test_process_supervision_wants_a_scorer_of_steps_and_no_kl_among_them() -> N
 def test_gdpo_weighs_components_that_exist_and_nothing_that_does_not_reach_them() -> None:
     with_advantage({"kind": "gdpo"}, reward=SCORED)
     with_advantage({"kind": "gdpo", "weights": {"right": 1, "short/part": 2}}, reward=SCORED)
-    for advantage, sections in (
-        ({"kind": "gdpo"}, {}),
-        ({"kind": "gdpo", "weights": {"long": 1}}, {"reward": SCORED}),
-        ({"kind": "gdpo", "weights": {"seen/part": 1}}, {"reward": WITH_A_SHADOW}),
-        ({"kind": "gdpo"}, {"reward": SCORED, "algorithm": {"shaping": {"clip_max": 1.0}}}),
-        ({"kind": "gdpo"}, {"reward": STEPS}),
-        ({"kind": "gdpo"}, {"reward": SCORED, "algorithm": {"kl": KL}, "references": {"ref": {}}}),
+    for advantage, sections, named in (
+        ({"kind": "gdpo"}, {}, "weights"),
+        ({"kind": "gdpo", "weights": {"long": 1}}, {"reward": SCORED}, "weights"),
+        ({"kind": "gdpo", "weights": {"seen/part": 1}}, {"reward": WITH_A_SHADOW}, "weights"),
+        ({"kind": "gdpo"}, {"reward": SCORED, "algorithm": {"shaping": {"clip_max": 1.0}}}, "shaping.clip_max would"),
+        ({"kind": "gdpo"}, {"reward": STEPS}, "token_rewards"),
+        (
+            {"kind": "gdpo"},
+            {"reward": SCORED, "algorithm": {"kl": KL}, "references": {"ref": {}}},
+            "algorithm.kl.placement reward would",
+        ),
     ):
-        with pytest.raises(ValidationError, match="gdpo"):
+        with pytest.raises(ValidationError, match=f"gdpo.*{named}|{named}.*gdpo"):
             with_advantage(advantage, **sections)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rolecall.settings import RunSettings
+from services.controller import awaiting
 from services.controller.awaiting import NextBatches
 from services.controller.board import RunBoard
 from services.controller.groups.failures import RunEnd
@@ -21,13 +22,15 @@ def stopped(
     trouble: str = "",
     lost: Collection[str] = (),
     look: Callable[[], None] = lambda: None,
+    busy: bool = True,
+    is_scoring: bool = False,
 ) -> NextBatches:
     """The batches of a run that people asked to stop."""
 
     async def looks() -> None:
         look()
 
-    rollout = SimpleNamespace(consumer="r.0", progress=0, phase="sampling")
+    rollout = SimpleNamespace(consumer="r.0", progress=0, phase="sampling", busy=busy)
     board, parts = RunBoard(), SimpleNamespace
     board.stop(checkpoint=False, failure="")
     return NextBatches(
@@ -42,6 +45,7 @@ def stopped(
         waits_for_room=lambda: False,
         cursor=lambda: Cursor(0, 0, 0),
         trouble=lambda: "",
+        is_scoring=lambda: is_scoring,
     )
 
 
@@ -77,3 +81,28 @@ async def test_a_stop_waits_for_its_batch_without_a_reference_that_comes_back_in
     async with asyncio.timeout(60):
         batch = await stopped(settings, next_batch, lost={"ref"}, look=seen.set).next(3)
     assert (batch is not None) == offload
+
+
+@pytest.mark.parametrize(("busy", "is_scoring"), [(False, False), (True, False), (False, True)])
+async def test_a_stop_waits_for_no_batch_of_which_nothing_is_sampled_or_scored(
+    make_settings: Callable[..., RunSettings], monkeypatch: pytest.MonkeyPatch, busy: bool, is_scoring: bool
+) -> None:
+    """As where the environment of a group is away, which would be waited for without end."""
+    monkeypatch.setattr(awaiting, "REST_S", 0.05)
+    num_looks = 0
+    seen = asyncio.Event()
+
+    def look() -> None:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 20:
+            seen.set()
+
+    async def next_batch(*args: Any, **kwargs: Any) -> list[Any]:
+        await seen.wait()
+        return ["a group"]
+
+    batches = stopped(make_settings(), next_batch, look=look, busy=busy, is_scoring=is_scoring)
+    async with asyncio.timeout(60):
+        batch = await batches.next(3)
+    assert (batch is not None) == (busy or is_scoring)

@@ -201,11 +201,10 @@ def _told(place: _Place, answer: str | ConfigError, start_timeout_s: float) -> I
     if isinstance(answer, ConfigError):
         raise answer
     where = f"{place.setting} {place.address}"
-    yield (
-        f"{NOTE} {where}: {answer}; the run waits for it, up to controller.start_timeout_s = {start_timeout_s:g} s"
-        if answer
-        else f"{where} answers"
-    )
+    waits = f"the run waits for it, up to controller.start_timeout_s = {start_timeout_s:g} s"
+    if place.wanted == ENVIRONMENT:
+        waits = "its prompts wait for it, others go on"
+    yield f"{NOTE} {where}: {answer}; {waits}" if answer else f"{where} answers"
 
 
 def _named(settings: RunSettings) -> Iterator[_Place]:

@@ -85,10 +85,12 @@ def check_gdpo(settings: "RunSettings") -> None:
     shaping = settings.algorithm.shaping.model_dump(
         include={"clip_min", "clip_max", "normalize", "overlong"}, exclude_none=True
     )
-    if _adds_kl(settings) or shaping:
+    unheard = [f"algorithm.shaping.{name}" for name in sorted(shaping)]
+    unheard += ["algorithm.kl.placement reward"] if _adds_kl(settings) else []
+    if unheard:
         raise ValueError(
-            "algorithm.advantage gdpo reads the reward's components, which "
-            f"{sorted(shaping) or 'KL in the reward'} does not reach; remove it"
+            f"algorithm.advantage gdpo reads the reward's components, which {' and '.join(unheard)} would not reach; "
+            "leave it out (KL has placement loss), or use another estimator"
         )
 
 

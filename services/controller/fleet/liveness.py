@@ -41,6 +41,8 @@ class Worker:
     """When it was last heard to move, or to have nothing to do."""
     progress: int = -1
     phase: str = "joined"
+    busy: bool = False
+    """Whether it said last that it has work in hand."""
     policy_version: int = -1
     """Version it is attested at, served since; -1 for none."""
     paused_since: float = math.inf
@@ -60,7 +62,7 @@ class Worker:
         """A heartbeat came."""
         if not beat.busy or beat.progress != self.progress:
             self.moved_at = now
-        self.last_seen, self.progress, self.phase = now, beat.progress, beat.phase
+        self.last_seen, self.progress, self.phase, self.busy = now, beat.progress, beat.phase, beat.busy
 
     def revoke(self, now: float) -> None:
         """A publish began: it is attested at nothing, and paused from `now` on unless it was already."""

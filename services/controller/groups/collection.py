@@ -5,6 +5,7 @@ budget of a step. What was dropped gives its place back to admission. The choice
 rules of the filters are rolecall/algorithms/filters.py's.
 """
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -81,6 +82,12 @@ class Collection:
         """Groups that could not be scored."""
         self._filtered: Counter[str] = Counter()
         """Groups that the filters dropped since the last step, by reason."""
+        self._scoring = set[asyncio.Task[None]]()
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether some group is being scored and sorted."""
+        return bool(self._scoring)
 
     async def run(self) -> None:
         """Scores every committed group once, from the oldest that is not trained, each beside the others. Runs until
@@ -94,7 +101,9 @@ class Collection:
                 ):
                     position = entry
                     self._board.landed(order(entry))
-                    tasks.create_task(self._score(group))
+                    scoring = tasks.create_task(self._score(group))
+                    self._scoring.add(scoring)
+                    scoring.add_done_callback(self._scoring.discard)
 
     async def drop(self, gid: int, rows: Sequence[trajectory_pb2.RowRef], reason: str, error: str) -> None:
         """Ends a group untrained, deletes its rows and lets another take its place. `error`: what failed; empty when

@@ -359,6 +359,8 @@ async def _body(request: web.Request) -> bytes:
     except TimeoutError as error:
         words = f"the body of the request did not come within {BODY_S:g} s"
         raise RefusedError(408, "request_timeout", words) from error
+    except ConnectionError as error:  # nobody hears it: as where the environment of the agent was killed
+        raise RefusedError(400, "invalid_request_error", "the connection broke within the request") from error
     return b"".join(chunks)
 
 

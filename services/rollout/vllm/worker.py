@@ -17,6 +17,7 @@ class RolloutWorker(WorkerExtension):
 
     device: torch.device
     rank: int
+    distributed_init_method: str
     execute_model: Callable[..., Any]
     pass_recorder: PassRecorder | None = None
     """What records its passes, while a profile is wanted."""
@@ -47,6 +48,14 @@ class RolloutWorker(WorkerExtension):
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
+
+    def unlink_shared_memory(self) -> None:
+        """Takes the names from the memory that workers on CPUs share, which all of them have mapped once the engine is
+        up: vLLM's processes end without doing so, and it would stay taken.
+        """
+        engine = Path(self.distributed_init_method).name
+        for path in Path("/dev/shm").glob(f"{engine}-*-cpushm_*"):
+            path.unlink(missing_ok=True)  # another worker may be faster
 
     def clear_positions(self) -> None:
         """Zeroes the positions in several dimensions (M-RoPE) of a runner on GPUs, once its weights are awake: sleep of
