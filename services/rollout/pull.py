@@ -194,8 +194,9 @@ class PullLoop:
             return
         if self._start():
             return
-        room = await self._sampler.room([work.claim for work in self._work.values()], self._room())
-        self._without_places = [name for name, places in room.places.items() if room.num_groups and not places]
+        num_free = self._room()
+        room = await self._sampler.room([work.claim for work in self._work.values()], num_free)
+        self._without_places = [name for name, places in room.places.items() if num_free and not places]
         if room.num_groups == 0:
             self._replica.note_places(missing=False)
             await self._until(*self._tasks())
