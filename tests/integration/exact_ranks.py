@@ -404,9 +404,11 @@ def _summed_loss(metrics: Metrics) -> float:
 
 
 def _gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:
-    """Of the whole model, by the parameters' names; a collective."""
+    """Of all that is trained, by the parameters' names; a collective."""
     gradients = {}
     for name, parameter in engine._model.hf.named_parameters():
+        if not parameter.requires_grad:
+            continue
         assert parameter.grad is not None, f"{name} has no gradient"
         gradients[name] = whole(parameter.grad)
     return gradients

@@ -52,7 +52,7 @@ from rolecall.training.model.parameters import ParameterFiles
 from rolecall.training.model.prefixes import SharedPrefixes
 from rolecall.training.model.router_replay import check_followed, follow_routes
 from rolecall.training.model.tensor_parallel import split_tensors
-from rolecall.training.objective.routing import Routers
+from rolecall.training.objective.routing import Routers, freeze_routers
 from rolecall.training.options import DTYPES, EngineOptions
 from rolecall.training.packing.outputs import (
     begin_routes,
@@ -473,6 +473,8 @@ def _build(options: EngineOptions) -> PackedModel:
     if model.vision is not None and options.freeze_vision_tower:
         for parameter in model.vision.module.parameters():  # not its buffers: rotary frequencies are float32
             parameter.requires_grad_(False).data = parameter.data.to(DTYPES[options.dtype])
+    if options.freeze_routers:
+        freeze_routers(model.hf)
     if model.vision is not None:
         model.vision.is_called = options.shows_images
     if isinstance(model, PolicyModel):
