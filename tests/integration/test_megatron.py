@@ -70,6 +70,17 @@ ROUTERS: dict[str | None, dict[str, Any]] = {
 """What a job asks of routers: auxiliary losses, to say which experts they chose, to choose those of the rows."""
 
 
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ADAPTERS: dict[str | None, dict[str, Any] | None] = {
+    None: None,
+    "lora": {"rank": 4, "alpha": 12.0},
+    "some": {"rank": 3, "alpha": 6.0, "target_modules": ["v_proj", "up_proj", "down_proj"]},
+    "attention": {"rank": 4, "alpha": 12.0, "target_modules": ATTENTION},
+    "latent": {"rank": 4, "alpha": 12.0, "target_modules": "all-linear"},
+}
+"""What is trained in place of the model."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A model in a layout."""
@@ -82,11 +93,13 @@ class Case:
     objective: Objective = "sft"
     routers: str | None = None
     """Of ROUTERS."""
+    lora: str | None = None
+    """Of ADAPTERS."""
 
     def __str__(self) -> str:
         more = {**self.parallel, **self.megatron, **self.options}
         words = [self.model, str(self.world_size), *(f"{key}_{value}" for key, value in more.items())]
-        return "-".join([*words, self.routers] if self.routers else words)
+        return "-".join([*words, *filter(None, (self.routers, self.lora))])
 
 
 EVERY_DAY = [
@@ -95,8 +108,27 @@ EVERY_DAY = [
     Case(2, "moe", {"tensor": 2, "expert": 2}),
     Case(2, "tied", objective="value"),
     Case(2, "moe", {"pipeline": 2}, routers="replayed_with_losses"),
+    Case(1, "tied", lora="lora"),
+    Case(2, "tied", {"tensor": 2}, lora="lora"),
 ]
 MATRIX = [
+    *(Case(2, "untied", parallel, lora="some") for parallel in ({}, {"tensor": 2}, {"pipeline": 2}, {"sequence": 2})),
+    Case(2, "tied", {"tensor": 2}, {"sequence_parallel": False}, lora="lora"),
+    Case(2, "tied", {"pipeline": 2}, {}, {"gradient_checkpointing": True}, lora="lora"),
+    Case(2, "deep", {"pipeline": 2}, {"virtual_stages": 2}, lora="lora"),
+    Case(2, "untied", {}, {"overlap_grad_reduce": True}, lora="lora"),
+    Case(2, "qwen2", {"tensor": 2}, {}, {"gradient_checkpointing": True}, lora="lora"),
+    Case(2, "llama", {"tensor": 2}, lora="lora"),
+    Case(2, "tied", {"tensor": 2}, objective="value", lora="lora"),
+    Case(4, "three", {"pipeline": 2, "tensor": 2}, objective="value", lora="lora"),
+    Case(4, "three", {"pipeline": 2, "tensor": 2}, {}, {"gradient_checkpointing": True}, lora="lora"),
+    Case(4, "untied", {"tensor": 2}, lora="lora"),
+    Case(4, "wide", {"tensor": 4}, lora="some"),
+    Case(2, "moe", {"tensor": 2, "expert": 2}, lora="attention"),
+    Case(2, "moe", {"pipeline": 2}, routers="replayed_with_losses", lora="attention"),
+    Case(4, "moe", {"tensor": 2, "pipeline": 2, "expert": 2}, routers="losses", lora="attention"),
+    Case(2, "latent", {"tensor": 2, "expert": 2}, lora="latent"),
+    Case(2, "latent", {"pipeline": 2}, {}, {"gradient_checkpointing": True}, lora="latent"),
     *(Case(2, "moe", parallel, routers="losses") for parallel in ({}, {"tensor": 2}, {"pipeline": 2}, {"sequence": 2})),
     Case(2, "moe", {"tensor": 2, "expert": 2}, routers="losses"),
     Case(2, "moe", {"expert": 2}, routers="losses"),
@@ -226,9 +258,9 @@ class Bench:
         return str(path)
 
     def _alone(
-        self, model: str, objective: Objective, routers: str | None = None
+        self, model: str, objective: Objective, routers: str | None = None, lora: str | None = None
     ) -> tuple[Answer, dict[str, torch.Tensor]]:
-        return self.ask(1, self.job(model, objective, **ROUTERS[routers]))
+        return self.ask(1, self.job(model, objective, **ROUTERS[routers], lora=ADAPTERS[lora]))
 
 
 @pytest.fixture(scope="module")
@@ -257,9 +289,10 @@ def assert_same(
 def test_every_layout_trains_what_fsdp_trains_on_one_rank(bench: Bench, case: Case) -> None:
     asked = ROUTERS[case.routers]
     options = {**case.options, **asked.get("options", {})}
-    job = bench.job(case.model, case.objective, **{**asked, "parallel": case.parallel, "options": options})
+    more = {**asked, "parallel": case.parallel, "options": options, "lora": ADAPTERS[case.lora]}
+    job = bench.job(case.model, case.objective, **more)
     ours = bench.ask(case.world_size, {**job, "backend": "megatron", "megatron": case.megatron})
-    theirs = bench.alone(case.model, case.objective, case.routers)
+    theirs = bench.alone(case.model, case.objective, case.routers, case.lora)
     assert_same(ours, theirs, atol=1e-5)
     for name, value in theirs[0].metrics.items():
         assert ours[0].metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
