@@ -90,8 +90,8 @@ class Adapters(nn.ModuleDict):
 
 
 def add_adapters(stages: Sequence[Stage], family: Family, place: Place, section: LoraSection, *, trained: bool) -> None:
-    """Freezes the stages of a rank at `place`, but for a value head, and gives their modules the adapters of the
-    matrices that have one in the family's shapes. What is `trained` is float32.
+    """Freezes the stages of a rank at `place`, but for a value head, and adds the adapters that are in the family's
+    shapes. What is `trained` is float32.
     """
     for stage in stages:
         stage.requires_grad_(False)

@@ -42,7 +42,7 @@ class Fused:
     num_rows: Mapping[str, int]
     """Rows of each that the rank has."""
     adapted: frozenset[str]
-    """Those that have an adapter."""
+    """Names of the matrices that have an adapter."""
     num_groups: int
     """Times that they alternate, each with as many of its rows."""
 
