@@ -337,28 +337,33 @@ def test_every_layout_trains_what_fsdp_trains_on_one_rank(bench: Bench, case: Ca
 
 
 @pytest.mark.parametrize(
-    ("model", "lora", "layouts"),
+    ("model", "objective", "lora", "layouts"),
     [
-        ("tied", None, [FSDP, (2, {"tensor": 2}), FSDP]),
-        ("tied", "lora", [FSDP, (2, {"tensor": 2}), FSDP]),
+        ("tied", "sft", None, [FSDP, (2, {"tensor": 2}), FSDP]),
+        ("tied", "sft", "lora", [FSDP, (2, {"tensor": 2}), FSDP]),
         *(
-            pytest.param(model, lora, layouts, marks=pytest.mark.megatron)
-            for model, lora, layouts in [
-                ("moe", None, [FSDP, (2, {"tensor": 2, "expert": 2}), FSDP]),
-                ("moe", "attention", [FSDP, (2, {"tensor": 2, "expert": 2}), (2, {"pipeline": 2})]),
-                ("latent", None, [FSDP, (2, {"tensor": 2, "expert": 2}), FSDP]),
+            pytest.param(model, objective, lora, layouts, marks=pytest.mark.megatron)
+            for model, objective, lora, layouts in [
+                ("moe", "sft", None, [FSDP, (2, {"tensor": 2, "expert": 2}), FSDP]),
+                ("moe", "sft", "attention", [FSDP, (2, {"tensor": 2, "expert": 2}), (2, {"pipeline": 2})]),
+                ("latent", "sft", None, [FSDP, (2, {"tensor": 2, "expert": 2}), FSDP]),
                 # uneven stages, even ones
-                ("deep_moe", None, [(3, {"pipeline": 3}), (4, {"pipeline": 2, "expert": 2}), FSDP]),
-                ("deep", None, [(2, {"pipeline": 2}), FSDP, (3, {"pipeline": 3})]),
-                ("deep", "some", [(3, {"pipeline": 3}), (4, {"tensor": 2}), FSDP]),
-                ("five", None, [(4, {"pipeline": 4}), (2, {"tensor": 2}), (2, {"pipeline": 2})]),
+                ("deep_moe", "sft", None, [(3, {"pipeline": 3}), (4, {"pipeline": 2, "expert": 2}), FSDP]),
+                ("deep", "sft", None, [(2, {"pipeline": 2}), FSDP, (3, {"pipeline": 3})]),
+                ("deep", "sft", "some", [(3, {"pipeline": 3}), (4, {"tensor": 2}), FSDP]),
+                ("three", "value", "lora", [(2, {"pipeline": 2}), (2, {"tensor": 2}), FSDP]),
+                ("five", "sft", None, [(4, {"pipeline": 4}), (2, {"tensor": 2}), (2, {"pipeline": 2})]),
             ]
         ),
     ],
     ids=str,
 )
 def test_a_run_goes_from_one_back_end_and_layout_to_others(
-    bench: Bench, model: str, lora: str | None, layouts: list[tuple[int, dict[str, int] | None]]
+    bench: Bench,
+    model: str,
+    objective: Objective,
+    lora: str | None,
+    layouts: list[tuple[int, dict[str, int] | None]],
 ) -> None:
     """Weights, moments, schedule: a step in each layout, against three on one rank of FSDP2."""
     norms: list[float] = []
@@ -366,13 +371,13 @@ def test_a_run_goes_from_one_back_end_and_layout_to_others(
     weights: dict[str, torch.Tensor] = {}
     for index, (world_size, parallel) in enumerate(layouts):
         more: dict[str, Any] = {} if parallel is None else {"backend": "megatron", "parallel": parallel}
-        saved = str(bench.folder / f"{model}-{lora}-{index}")
+        saved = str(bench.folder / f"{model}-{objective}-{lora}-{index}")
         more |= {"lora": bench.adapters(model, lora), "start": before, "save": saved}
-        job = bench.job(model, "sft", **more, num_steps=1, seed=index)
+        job = bench.job(model, objective, **more, num_steps=1, seed=index)
         answer, weights = bench.ask(world_size, job)
         norms += answer.grad_norms
         before = saved
-    alone, expected = bench.alone(model, "sft", None, lora)
+    alone, expected = bench.alone(model, objective, None, lora)
     np.testing.assert_allclose(norms, alone.grad_norms, rtol=1e-5)
     for name, weight in expected.items():
         np.testing.assert_allclose(weights[name], weight, atol=ATOL, rtol=0, err_msg=name)

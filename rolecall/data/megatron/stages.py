@@ -133,8 +133,8 @@ def _adapters(
     places = [stage % pipeline for stage, count in enumerate(counts) for _ in range(count)]
     found = [0.0] * pipeline
     for name, (num_outputs, num_inputs) in adapted_matrices(path, lora, setting).items():
-        layer = _LAYER.match(name)
-        assert layer is not None
+        if not (layer := _LAYER.match(name)):
+            continue  # outside the layers none has any: refused where the model is built
         cut, whole = (num_inputs, num_outputs) if name.endswith(_CUT_BY_COLUMNS) else (num_outputs, num_inputs)
         found[places[int(layer[1])]] += lora.rank * (cut / num_tensor + whole)
     return found

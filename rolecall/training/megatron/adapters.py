@@ -3,11 +3,10 @@ made of.
 
 Where tensor ranks have rows of a module (queries, keys and values in one; gate and up), each has A whole and the same
 rows of B; where they have columns, the same columns of A and B whole. What travels between ranks is the inner product,
-R wide. A whole matrix of ranks that cut tokens between them sees its own alone: Megatron sums its gradient as it does
-those of norms.
+R wide. Where ranks cut tokens between them, what is whole sees those of its own rank alone: Megatron sums its gradient
+as it does those of norms.
 
-Shapes: n tokens of this rank's run, or its part of them; R rank; I inputs, O outputs of a module on this rank; G groups
-of heads on this rank.
+Shapes: n tokens of this rank's run, or its part of them; R rank; I inputs, O outputs of a module on this rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,7 @@ _SHARED = {
     (RowParallelLinear, False): reduce_from_tensor_model_parallel_region,
     (RowParallelLinear, True): reduce_scatter_to_sequence_parallel_region,
 }
-"""The way of inner products between tensor ranks, by the module's kind and whether ranks cut tokens between them."""
+"""What inner products go through between tensor ranks, by the module's kind and whether these cut tokens."""
 
 
 class Adapter(nn.Module):
@@ -80,12 +79,10 @@ class Adapters(nn.ModuleDict):
             name: linear(inner_n1R, adapter.up.to(inner.dtype))
             for (name, adapter), inner_n1R in zip(adapters.items(), inner.chunk(len(adapters), -1), strict=True)
         }
-        groups = [
-            (parts[name] if name in parts else inner.new_zeros(*inner.shape[:2], num_rows)).unflatten(
-                -1, (self._num_groups, -1)
-            )
-            for name, num_rows in self._num_rows.items()
-        ]
+        for name, num_rows in self._num_rows.items():
+            if name not in parts:
+                parts[name] = inner.new_zeros(*inner.shape[:2], num_rows)
+        groups = [parts[name].view(*inner.shape[:2], self._num_groups, -1) for name in self._num_rows]
         return torch.cat(groups, -1).flatten(2)
 
 

@@ -182,8 +182,8 @@ class Stage(LanguageModule):  # type: ignore[misc]  # of no known type
 
     def _embedded(self, token_ids_n: torch.Tensor) -> torch.Tensor:
         hidden_n1H: torch.Tensor = self.embedding(token_ids_n[None], None)
-        if torch.is_grad_enabled() and not hidden_n1H.requires_grad:
-            hidden_n1H.requires_grad_()  # beneath adapters: layers that are computed again begin with a gradient
+        if self.config.recompute_granularity == "full" and torch.is_grad_enabled() and not hidden_n1H.requires_grad:
+            hidden_n1H.requires_grad_()  # beneath adapters: a layer that is computed again needs an input that has one
         if self._padding_id is None:
             return hidden_n1H
         if self.config.sequence_parallel:
