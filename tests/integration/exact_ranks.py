@@ -106,6 +106,8 @@ class Job:
     """The back end's own section, where it is Megatron."""
     lora: dict[str, Any] | None = None
     """Adapters to train instead of the model."""
+    base: bool = False
+    """Whether outputs are those without them."""
     moe: dict[str, Any] | None = None
     """Losses of the routers of experts to add; the options must say that routers are recorded."""
     replay: bool = False
@@ -239,7 +241,10 @@ class Rank:
             columns = (*columns, ROUTED_EXPERTS) if job.replay else columns
             packed = _packed(engine, rows, temperatures, columns, plan.microbatches)
             seen = engine.forward(
-                packed, entropy=True, wanted=Wanted(top_k=job.top_k, squares=True) if job.top_k else None
+                packed,
+                entropy=True,
+                base=job.base,
+                wanted=Wanted(top_k=job.top_k, squares=True) if job.top_k else None,
             )
             if job.moe is not None:
                 load = router_load(CommandGroup.of_default(parallel=ParallelSection(**job.parallel)), seen)

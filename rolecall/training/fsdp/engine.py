@@ -44,9 +44,8 @@ from rolecall.training.model.attention import PackedPlan, TracedAttention, plan_
 from rolecall.training.model.box import local_part, whole
 from rolecall.training.model.compiled import compile_layers, compiling
 from rolecall.training.model.conversion import Conversion
-from rolecall.training.model.huggingface import ModelFiles
 from rolecall.training.model.logits.logprobs import Wanted
-from rolecall.training.model.lora import adapters_off, add_adapters, base_digest, check_names, is_adapter, peft_name
+from rolecall.training.model.lora import adapters_off, is_adapter, peft_name, prepare_adapters
 from rolecall.training.model.packed_model import PackedModel, PolicyModel, build_model, layers
 from rolecall.training.model.parameters import ParameterFiles
 from rolecall.training.model.prefixes import SharedPrefixes
@@ -144,10 +143,7 @@ class FsdpEngine:
         lora, setting = self._options.lora, self._options.lora_setting
         if lora is None:
             return None
-        add_adapters(self._model, lora, setting)
-        base = ModelFiles(self._options.path)
-        check_names(self._model.hf, base, self._conversion, setting)
-        return base_digest(base, lora)
+        return prepare_adapters(self._model, self._options.path, self._conversion, lora, setting)
 
     def _read_parameters(self) -> None:
         """Reads the parameters, this rank's parts of them."""
