@@ -82,8 +82,12 @@ ROUTERS: dict[str | None, dict[str, Any]] = {
     "told": {"options": {"router_replay": True}},
     "replayed": {"replay": True, "options": {"router_replay": True}},
     "replayed_with_losses": {"replay": True, "moe": LOSSES, "options": {"routers": True, "router_replay": True}},
+    "frozen": {"options": {"freeze_routers": True}},
+    "frozen_with_losses": {"moe": LOSSES, "options": {"routers": True, "freeze_routers": True}},
 }
-"""What a job asks of routers: auxiliary losses, to say which experts they chose, to choose those of the rows."""
+"""What a job asks of routers: auxiliary losses, to say which experts they chose, to choose those of the rows, to stay
+as they are.
+"""
 
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -158,6 +162,8 @@ MATRIX = [
     Case(2, "moe", {"pipeline": 2}, {}, {"gradient_checkpointing": True}, routers="replayed_with_losses"),
     Case(2, "moe", {"tensor": 2}, {}, {"gradient_checkpointing": True}, routers="replayed_with_losses"),
     Case(2, "deep_moe", {"pipeline": 2}, {"virtual_stages": 2}, routers="replayed_with_losses"),
+    Case(2, "moe", {"tensor": 2, "expert": 2}, routers="frozen"),
+    Case(2, "moe", {"pipeline": 2}, {}, {"gradient_checkpointing": True}, routers="frozen_with_losses"),
     *(Case(2, "moe", parallel, routers="told") for parallel in ({}, {"tensor": 2}, {"pipeline": 2}, {"sequence": 2})),
     *(Case(2, "moe", parallel, routers="replayed") for parallel in ({}, {"tensor": 2}, {"expert": 2}, {"sequence": 2})),
     Case(4, "moe", {"tensor": 2, "pipeline": 2, "expert": 2}, routers="replayed_with_losses"),
@@ -366,21 +372,42 @@ def test_a_run_goes_from_one_back_end_and_layout_to_others(
     layouts: list[tuple[int, dict[str, int] | None]],
 ) -> None:
     """Weights, moments, schedule: a step in each layout, against three on one rank of FSDP2."""
+    goes_through(bench, layouts, model, objective, None, lora)
+
+
+@pytest.mark.megatron
+def test_frozen_routers_stay_in_whatever_back_end_and_layout_a_run_is(bench: Bench) -> None:
+    weights = goes_through(bench, [FSDP, (2, {"tensor": 2, "expert": 2}), (2, {"pipeline": 2})], "moe", "sft", "frozen")
+    before = load_file(bench.model("moe") / "model.safetensors")
+    kept = {name for name, weight in before.items() if torch.equal(weights[name], weight)}
+    assert kept == {f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)}
+
+
+def goes_through(
+    bench: Bench,
+    layouts: list[tuple[int, dict[str, int] | None]],
+    model: str,
+    objective: Objective,
+    routers: str | None = None,
+    lora: str | None = None,
+) -> dict[str, torch.Tensor]:
+    """Trains a step in each layout and holds them to as many on one rank of FSDP2; the weights."""
     norms: list[float] = []
     before: str | None = None
     weights: dict[str, torch.Tensor] = {}
     for index, (world_size, parallel) in enumerate(layouts):
         more: dict[str, Any] = {} if parallel is None else {"backend": "megatron", "parallel": parallel}
-        saved = str(bench.folder / f"{model}-{objective}-{lora}-{index}")
-        more |= {"lora": bench.adapters(model, lora), "start": before, "save": saved}
+        saved = str(bench.folder / f"{model}-{objective}-{routers}-{lora}-{index}")
+        more |= {**ROUTERS[routers], "lora": bench.adapters(model, lora), "start": before, "save": saved}
         job = bench.job(model, objective, **more, num_steps=1, seed=index)
         answer, weights = bench.ask(world_size, job)
         norms += answer.grad_norms
         before = saved
-    alone, expected = bench.alone(model, objective, None, lora)
+    alone, expected = bench.alone(model, objective, routers, lora)
     np.testing.assert_allclose(norms, alone.grad_norms, rtol=1e-5)
     for name, weight in expected.items():
         np.testing.assert_allclose(weights[name], weight, atol=ATOL, rtol=0, err_msg=name)
+    return weights
 
 
 @pytest.mark.megatron

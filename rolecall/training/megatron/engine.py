@@ -39,12 +39,14 @@ from rolecall.training.megatron.layout import MegatronLayout
 from rolecall.training.megatron.model import Stage, StagePass
 from rolecall.training.megatron.optimizer import MOMENTS, Optimizer
 from rolecall.training.megatron.pipeline import Pipeline
+from rolecall.training.megatron.routers import Router
 from rolecall.training.megatron.weights import Weights
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.model.lora import checkpoint_name, is_adapter, peft_name, prepare_adapters
 from rolecall.training.model.packed_model import VALUE_HEAD, ValueModel, build_model
 from rolecall.training.model.parameters import ParameterFiles
+from rolecall.training.objective.routing import freeze_routers
 from rolecall.training.options import DTYPES, EngineOptions
 from rolecall.training.packing.outputs import narrow, stand_in, zero_of
 from rolecall.training.ranks.command_group import CommandGroup
@@ -95,12 +97,16 @@ class MegatronEngine:
         self._num_parameters: int = sum(parameter.numel() for parameter in self._model.hf.parameters())
         self._base = self._add_adapters()
         trained = options.optimizer is not None
+        if options.freeze_routers:
+            freeze_routers(self._model.hf)
         if not trained:
             self._model.requires_grad_(False)
         parameters = {checkpoint_name(name): parameter for name, parameter in self._model.hf.named_parameters()}
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        self._kept = [name for name, each in parameters.items() if each.requires_grad]
-        """Parameters that are trained, which checkpoints hold."""
+        moving = [name for name, each in parameters.items() if each.requires_grad]
+        kept = moving if options.lora is not None else list(parameters)  # what is frozen is part of an exported model
+        self._kept = {"param": kept, **dict.fromkeys(MOMENTS, moving)}
+        """Names of the parameters that checkpoints keep each kind of."""
         self.flops = count_flops(self._model)
         """The FLOPs of passes over the whole model, all ranks together."""
         with self._on_device(), self._memory.phase("load"):
@@ -111,6 +117,10 @@ class MegatronEngine:
                 self._model, options, self.layout, self._memory, self._progress, self.flops.head_size
             )
             self._stages = self._pipeline.stages
+            if options.freeze_routers:
+                for module in (each for stage in self._stages for each in stage.modules()):
+                    if isinstance(module, Router):
+                        module.requires_grad_(False)
             family = Family(self._model.hf.config, self._shapes)
             if options.lora is not None:
                 add_adapters(self._stages, family, self.layout.place, options.lora, trained=trained)
@@ -229,7 +239,7 @@ class MegatronEngine:
         self.onload("parameters", "optimizer")
         with self._memory.phase("checkpoint"):
             copies = {
-                kind: {parameter: self._whole(parameter, kind) for parameter in self._trained()}
+                kind: {parameter: self._whole(parameter, kind) for parameter in self._keeping(kind)}
                 for kind in self._kinds()
             }
             snapshot = checkpoint.Snapshot(
@@ -249,7 +259,7 @@ class MegatronEngine:
             with self._on_device():
                 self._optimizer.prepare(num_updates)
             for kind in ("param", *(MOMENTS if num_updates else ())):
-                copies[kind] = {parameter: torch.empty(parameter.shape) for parameter in self._trained()}
+                copies[kind] = {parameter: torch.empty(parameter.shape) for parameter in self._keeping(kind)}
 
         state = replace(self._state(copies), prepare=prepare)
         counters = checkpoint.load(
@@ -311,7 +321,7 @@ class MegatronEngine:
             found: dict[str, checkpoint.Part] = {}
             for kind, values in copies.items():
                 found |= self._weights.parts(
-                    checkpoint.PARAMETER if kind == "param" else f"{kind}/", self._kept, values.__getitem__
+                    checkpoint.PARAMETER if kind == "param" else f"{kind}/", self._kept[kind], values.__getitem__
                 )
             return found
 
@@ -331,7 +341,15 @@ class MegatronEngine:
     def _whole(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
         assert self._optimizer is not None
         self._progressed()
+        if not parameter.requires_grad:
+            return parameter.detach().to("cpu", torch.float32)
         return self._optimizer.whole(parameter, kind).to("cpu")
+
+    def _keeping(self, kind: str) -> list[nn.Parameter]:
+        """This rank's parameters that checkpoints keep `kind` of."""
+        if kind == "param" and self._options.lora is None:
+            return [each for stage in self._stages for each in stage.parameters()]
+        return self._trained()
 
     def _trained(self) -> list[nn.Parameter]:
         return [each for stage in self._stages for each in stage.parameters() if each.requires_grad]
