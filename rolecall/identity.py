@@ -115,6 +115,12 @@ _OF_BOTH = (
         default=False,
     ),
     Fixed(
+        "model.freeze_routers",
+        "the checkpoints hold the state of what is trained",
+        lambda settings: settings.model.freeze_routers,
+        default=False,
+    ),
+    Fixed(
         "actor.lora",
         "the checkpoints hold these adapters",
         lambda settings: settings.actor.lora and settings.actor.lora.as_kept(),

@@ -58,8 +58,7 @@ def require(settings: SftSettings) -> None:
         require_installed()
         check_megatron(path, actor.parallel, actor.megatron, actor.num_ranks)
     visual_tokens = check_sft_images(settings)
-    if actor.moe is not None:
-        check_routers(path)
+    check_routers(path, actor.moe, settings.model.freeze_routers)
     if (lora := adapters_to_begin_with(settings, settings.actor.lora)) is not None:
         num_adapter_parameters(path, lora)
         check_start(lora, path)

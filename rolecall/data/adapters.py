@@ -87,6 +87,13 @@ def num_adapter_parameters(path: Path, section: LoraSection, setting: str = "act
     """Elements of the adapters that `section`, which `setting` names, gives the model at `path`. ConfigError names a
     module that the model lacks.
     """
+    return section.rank * sum(map(sum, adapted_matrices(path, section, setting).values()))
+
+
+def adapted_matrices(path: Path, section: LoraSection, setting: str = "actor.lora") -> dict[str, list[int]]:
+    """The shapes of the matrices to which `section`, which `setting` names, gives an adapter in the model at `path`, by
+    name. ConfigError names a module that the model lacks.
+    """
     matrices = _matrices(path, setting)
     own = {_module(name) for name in matrices}
     modules = with_modules(section, path, setting).target_modules
@@ -96,7 +103,7 @@ def num_adapter_parameters(path: Path, section: LoraSection, setting: str = "act
             f"{setting}.target_modules: the model {path} has no {', '.join(unknown)}; its matrices are called "
             f"{', '.join(sorted(own))}"
         )
-    return sum(section.rank * sum(shape) for name, shape in matrices.items() if _module(name) in modules)
+    return {name: shape for name, shape in matrices.items() if _module(name) in modules}
 
 
 def with_modules(section: LoraSection, path: Path, setting: str = "actor.lora") -> LoraSection:

@@ -262,12 +262,13 @@ def text_config(path: Path, setting: str = "model.path") -> dict[str, Any]:
     return _text(_json(path / "config.json", setting))
 
 
-def check_routers(path: Path) -> None:
-    """ConfigError when actor.moe is set and the model is no mixture of experts."""
-    if "num_experts_per_tok" not in _text(_json(path / "config.json")):
+def check_routers(path: Path, moe: object, freezes: bool) -> None:
+    """ConfigError when actor.moe is set, or model.freeze_routers, and the model is no mixture of experts."""
+    asking = [name for name, asks in (("actor.moe", moe), ("model.freeze_routers", freezes)) if asks]
+    if asking and "num_experts_per_tok" not in _text(_json(path / "config.json")):
         raise ConfigError(
-            f"actor.moe: model.path {path} is no mixture of experts (its config.json has no num_experts_per_tok); "
-            "remove actor.moe"
+            f"{asking[0]}: model.path {path} is no mixture of experts (its config.json has no num_experts_per_tok); "
+            f"remove {asking[0]}"
         )
 
 

@@ -129,7 +129,7 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
         """Bytes on each rank of a trainer's parameters, and of all its state; Megatron's has all of it in a step."""
         if actor.backend == "megatron":
             most = rank_parameters(path or settings.model.path, section, actor.megatron, setting)
-            return most.held * size, most.trained_bytes(size)
+            return most.parameter_bytes(size), most.trained_bytes(size)
         shards, per_trained = section.num_shards, _MASTER + moments(optimizer)
         return bytes_of(counts, _MASTER) / shards, bytes_of(counts, per_trained) / shards
 
@@ -162,7 +162,7 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
         asleep=CONTEXT_BYTES + (0 if rollout.enforce_eager else GRAPHS_BYTES),
         gpu=min(gpus.values()) if gpus else None,
         configured=rollout.gpu_memory_utilization,
-        lighter=", optimizer.offload, actor.lora, critic.lora" if actor.backend == "fsdp" else "",
+        lighter=(", optimizer.offload" if actor.backend == "fsdp" else "") + ", actor.lora, critic.lora",
     )
 
 

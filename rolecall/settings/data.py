@@ -148,6 +148,10 @@ class ModelSection(Section):
     sft`; without images (data.images_field) it stays so in any case. Its features then cost a forward pass alone, and
     it takes no moments.
     """
+    freeze_routers: bool = False
+    """Leave the routers of a mixture of experts as they are, in the actor, the critic and `rolecall sft`: which experts
+    a token goes to then changes with its hidden states alone.
+    """
     chat_template: ConfigPath | None = None
     """File of a Jinja chat template by which prompts are rendered, in place of all that the tokenizer has. Checkpoints
     and exports hold it in their place. Absent: the tokenizer's.

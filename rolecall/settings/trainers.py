@@ -331,10 +331,10 @@ class ActorSection(TrainerSection):
     @model_validator(mode="after")
     def _backend_does_what_is_asked(self) -> Self:
         check_backend(self, self.parallel, "actor.parallel")
+        check_adapters(self, self.lora, self.parallel, "actor.parallel")
         if self.backend != "megatron":
             return self
         only_fsdp = [
-            ("lora", self.lora is not None, "leave it out"),
             ("activation_offload", self.activation_offload, "set gradient_checkpointing"),
             ("torch_compile", self.torch_compile, "leave it out"),
             ("optimizer.kind muon", self.optimizer.kind != "adamw", "set adamw"),
@@ -357,22 +357,13 @@ class ActorSection(TrainerSection):
         return self
 
     @model_validator(mode="after")
-    def _adapters_are_whole(self) -> Self:
+    def _routers_are_whole(self) -> Self:
         if self.moe is not None and self.parallel.tensor > 1 and self.backend == "fsdp":
             raise ValueError(
                 "moe: auxiliary losses are not computed where experts are spread over ranks (parallel.tensor); "
                 "leave it at 1 and raise num_ranks, or use backend megatron"
             )
-        _check_whole(self.lora, self.parallel)
         return self
-
-
-def _check_whole(lora: LoraSection | None, parallel: LayoutSection) -> None:
-    if lora is not None and parallel.tensor > 1:
-        raise ValueError(
-            "parallel.tensor: matrices with adapters (lora) are not split over ranks; leave it at 1 and raise "
-            "num_ranks, which shards them"
-        )
 
 
 def check_dtype(actor: ActorSection, dtype: Dtype) -> None:
@@ -380,6 +371,15 @@ def check_dtype(actor: ActorSection, dtype: Dtype) -> None:
     if actor.backend == "megatron" and dtype == "float16":
         raise ValueError(
             "model.dtype float16 is not there with actor.backend megatron; set bfloat16, or use backend fsdp"
+        )
+
+
+def check_adapters(actor: ActorSection, lora: LoraSection | None, parallel: LayoutSection, setting: str) -> None:
+    """Raises ValueError when the back end does not split matrices with adapters. `setting` names `parallel`."""
+    if lora is not None and parallel.tensor > 1 and actor.backend == "fsdp":
+        raise ValueError(
+            f"{setting}.tensor: matrices with adapters (lora) are not split over ranks; leave it at 1 and raise "
+            "num_ranks, which shards them, or use backend megatron"
         )
 
 
@@ -425,11 +425,6 @@ class CriticSection(TrainerSection):
     """Adapters to train instead of the model itself; the value head is trained whole beside them. Absent: every
     parameter is trained.
     """
-
-    @model_validator(mode="after")
-    def _adapters_are_whole(self) -> Self:
-        _check_whole(self.lora, self.parallel)
-        return self
 
 
 class ReferenceSection(TrainerSection):

@@ -53,6 +53,8 @@ class EngineOptions:
     """
     freeze_vision_tower: bool = False
     """Leave the vision tower as it is, in `dtype`, where the model has one."""
+    freeze_routers: bool = False
+    """Leave the routers of experts as they are. ConfigError when the model has none."""
     shows_images: bool = True
     """Whether prompts may show images, where the model has a vision tower; else it is never called."""
     deterministic: bool = False

@@ -10,6 +10,7 @@ import pytest
 from rolecall.data.model_files import read_model
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sort_digits"
+ADAPTERS = ("--actor.lora.rank=16", "--actor.lora.alpha=32", "--actor.optimizer.learning_rate=5.0e-4")
 
 
 def quickstart(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -37,9 +38,15 @@ def test_grpo_selects_the_ascending_order_through_the_whole_system(tmp_path: Pat
 
 @pytest.mark.megatron
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
-def test_grpo_learns_it_with_an_actor_of_two_ranks_over_megatron(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "trained"),
+    [("tensor", ()), ("pipeline", ()), ("tensor", ADAPTERS)],
+    ids=["tensor", "pipeline", "adapters"],
+)
+def test_grpo_learns_it_with_an_actor_of_two_ranks_over_megatron(
+    tmp_path: Path, layout: str, trained: tuple[str, ...]
+) -> None:
     more = ["--actor.backend=megatron", "--actor.num_ranks=2", f"--actor.parallel.{layout}=2"]
-    done = quickstart(tmp_path / "work", "--seed", "0", *more)
+    done = quickstart(tmp_path / "work", "--seed", "0", *more, *trained)
     assert done.returncode == 0, done.stdout
     assert last_evaluation(tmp_path / "work") >= 0.95, done.stdout

@@ -106,6 +106,8 @@ class Job:
     """The back end's own section, where it is Megatron."""
     lora: dict[str, Any] | None = None
     """Adapters to train instead of the model."""
+    base: bool = False
+    """Whether outputs are those without them."""
     moe: dict[str, Any] | None = None
     """Losses of the routers of experts to add; the options must say that routers are recorded."""
     replay: bool = False
@@ -239,7 +241,10 @@ class Rank:
             columns = (*columns, ROUTED_EXPERTS) if job.replay else columns
             packed = _packed(engine, rows, temperatures, columns, plan.microbatches)
             seen = engine.forward(
-                packed, entropy=True, wanted=Wanted(top_k=job.top_k, squares=True) if job.top_k else None
+                packed,
+                entropy=True,
+                base=job.base,
+                wanted=Wanted(top_k=job.top_k, squares=True) if job.top_k else None,
             )
             if job.moe is not None:
                 load = router_load(CommandGroup.of_default(parallel=ParallelSection(**job.parallel)), seen)
@@ -404,9 +409,11 @@ def _summed_loss(metrics: Metrics) -> float:
 
 
 def _gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:
-    """Of the whole model, by the parameters' names; a collective."""
+    """Of all that is trained, by the parameters' names; a collective."""
     gradients = {}
     for name, parameter in engine._model.hf.named_parameters():
+        if not parameter.requires_grad:
+            continue
         assert parameter.grad is not None, f"{name} has no gradient"
         gradients[name] = whole(parameter.grad)
     return gradients

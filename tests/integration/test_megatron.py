@@ -18,11 +18,27 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from rolecall.columns import ROUTED_EXPERTS
+from rolecall.data.adapters import ADAPTER, adapted_matrices, num_adapter_parameters
 from rolecall.data.model_files import check_parallel
 from rolecall.errors import ConfigError, RoleCallError
-from rolecall.settings import ActorSection, LayoutSection
-from rolecall.training.packing.pack import Row
-from tests.integration.exact_ranks import Answer, Job, Objective, Rank, Ranks, combine, living_ranks, write_rows
+from rolecall.settings import ActorSection, LayoutSection, LoraSection
+from rolecall.training.model.lora import adapter_names, peft_name, write_adapter
+from rolecall.training.objective.objectives import SftObjective
+from rolecall.training.options import DTYPES
+from rolecall.training.packing.pack import Row, local_counts, pack
+from rolecall.training.serving.hooks import nothing
+from tests.checkpoint_rig import exported
+from tests.integration.exact_ranks import (
+    Answer,
+    Job,
+    Objective,
+    Rank,
+    Ranks,
+    combine,
+    living_ranks,
+    make_engine,
+    write_rows,
+)
 from tests.integration.fsdp_ranks import make_rows
 from tests.routed import MIXTURE, random_routing
 from tests.tiny_models import write_deepseek_v2, write_llama, write_qwen2, write_qwen3, write_qwen3_moe
@@ -66,8 +82,30 @@ ROUTERS: dict[str | None, dict[str, Any]] = {
     "told": {"options": {"router_replay": True}},
     "replayed": {"replay": True, "options": {"router_replay": True}},
     "replayed_with_losses": {"replay": True, "moe": LOSSES, "options": {"routers": True, "router_replay": True}},
+    "frozen": {"options": {"freeze_routers": True}},
+    "frozen_with_losses": {"moe": LOSSES, "options": {"routers": True, "freeze_routers": True}},
 }
-"""What a job asks of routers: auxiliary losses, to say which experts they chose, to choose those of the rows."""
+"""What a job asks of routers: auxiliary losses, to say which experts they chose, to choose those of the rows, to stay
+as they are.
+"""
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ADAPTERS: dict[str | None, dict[str, Any] | None] = {
+    None: None,
+    "lora": {"rank": 4, "alpha": 12.0},
+    "some": {"rank": 3, "alpha": 6.0, "target_modules": ["v_proj", "up_proj", "down_proj"]},
+    "attention": {"rank": 4, "alpha": 12.0, "target_modules": ATTENTION},
+    "latent": {
+        "rank": 4,
+        "alpha": 12.0,
+        "target_modules": [
+            *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+            *("gate_proj", "up_proj", "down_proj"),
+        ],
+    },
+}
+"""What is trained in place of the model, beginning as noise."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +120,13 @@ class Case:
     objective: Objective = "sft"
     routers: str | None = None
     """Of ROUTERS."""
+    lora: str | None = None
+    """Of ADAPTERS."""
 
     def __str__(self) -> str:
         more = {**self.parallel, **self.megatron, **self.options}
         words = [self.model, str(self.world_size), *(f"{key}_{value}" for key, value in more.items())]
-        return "-".join([*words, self.routers] if self.routers else words)
+        return "-".join([*words, *filter(None, (self.routers, self.lora))])
 
 
 EVERY_DAY = [
@@ -95,14 +135,35 @@ EVERY_DAY = [
     Case(2, "moe", {"tensor": 2, "expert": 2}),
     Case(2, "tied", objective="value"),
     Case(2, "moe", {"pipeline": 2}, routers="replayed_with_losses"),
+    Case(1, "tied", lora="lora"),
+    Case(2, "tied", {"tensor": 2}, lora="lora"),
 ]
 MATRIX = [
+    *(Case(2, "untied", parallel, lora="some") for parallel in ({}, {"tensor": 2}, {"pipeline": 2}, {"sequence": 2})),
+    Case(2, "tied", {"tensor": 2}, {"sequence_parallel": False}, lora="lora"),
+    Case(2, "tied", {"pipeline": 2}, {}, {"gradient_checkpointing": True}, lora="lora"),
+    Case(2, "deep", {"pipeline": 2}, {"virtual_stages": 2}, lora="lora"),
+    Case(2, "untied", {}, {"overlap_grad_reduce": True}, lora="lora"),
+    Case(2, "qwen2", {"tensor": 2}, {}, {"gradient_checkpointing": True}, lora="lora"),
+    Case(2, "llama", {"tensor": 2}, lora="lora"),
+    Case(2, "tied", {"tensor": 2}, objective="value", lora="lora"),
+    Case(4, "three", {"pipeline": 2, "tensor": 2}, objective="value", lora="lora"),
+    Case(4, "three", {"pipeline": 2, "tensor": 2}, {}, {"gradient_checkpointing": True}, lora="lora"),
+    Case(4, "untied", {"tensor": 2}, lora="lora"),
+    Case(4, "wide", {"tensor": 4}, lora="some"),
+    Case(2, "moe", {"tensor": 2, "expert": 2}, lora="attention"),
+    Case(2, "moe", {"pipeline": 2}, routers="replayed_with_losses", lora="attention"),
+    Case(4, "moe", {"tensor": 2, "pipeline": 2, "expert": 2}, routers="losses", lora="attention"),
+    Case(2, "latent", {"tensor": 2, "expert": 2}, lora="latent"),
+    Case(2, "latent", {"pipeline": 2}, {}, {"gradient_checkpointing": True}, lora="latent"),
     *(Case(2, "moe", parallel, routers="losses") for parallel in ({}, {"tensor": 2}, {"pipeline": 2}, {"sequence": 2})),
     Case(2, "moe", {"tensor": 2, "expert": 2}, routers="losses"),
     Case(2, "moe", {"expert": 2}, routers="losses"),
     Case(2, "moe", {"pipeline": 2}, {}, {"gradient_checkpointing": True}, routers="replayed_with_losses"),
     Case(2, "moe", {"tensor": 2}, {}, {"gradient_checkpointing": True}, routers="replayed_with_losses"),
     Case(2, "deep_moe", {"pipeline": 2}, {"virtual_stages": 2}, routers="replayed_with_losses"),
+    Case(2, "moe", {"tensor": 2, "expert": 2}, routers="frozen"),
+    Case(2, "moe", {"pipeline": 2}, {}, {"gradient_checkpointing": True}, routers="frozen_with_losses"),
     *(Case(2, "moe", parallel, routers="told") for parallel in ({}, {"tensor": 2}, {"pipeline": 2}, {"sequence": 2})),
     *(Case(2, "moe", parallel, routers="replayed") for parallel in ({}, {"tensor": 2}, {"expert": 2}, {"sequence": 2})),
     Case(4, "moe", {"tensor": 2, "pipeline": 2, "expert": 2}, routers="replayed_with_losses"),
@@ -189,6 +250,7 @@ class Bench:
         self._num_asked = 0
         self.alone = cache(self._alone)
         self.policy_rows = cache(self._policy_rows)
+        self.adapters = cache(self._adapters)
 
     def job(self, model: str, objective: Objective, **more: Any) -> dict[str, Any]:
         return {
@@ -219,6 +281,20 @@ class Bench:
             self._ranks[world_size] = self._stack.enter_context(living_ranks(world_size, folder))
         return self._ranks[world_size]
 
+    def _adapters(self, model: str, kind: str | None) -> dict[str, Any] | None:
+        """The section of adapters that begin as noise, both halves, so that each has a gradient at once."""
+        if kind is None:
+            return None
+        section, noise = LoraSection.model_validate(ADAPTERS[kind]), torch.Generator().manual_seed(5)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, (num_outputs, num_inputs) in adapted_matrices(self.model(model), section).items():
+            shapes = (section.rank, num_inputs), (num_outputs, section.rank)
+            for half, shape in zip(adapter_names(name), shapes, strict=True):
+                tensors[peft_name(half)] = 0.1 * torch.randn(shape, generator=noise)
+        folder = self.folder / f"{model}-{kind}"
+        write_adapter(folder, self.model(model), iter(tensors.items()), section, nothing)
+        return {**section.as_kept(), "start": str(folder)}
+
     def _policy_rows(self) -> str:
         """A file of rows with a reference's logprobs, which the policy's objective reads."""
         rows, path = routed_rows(2), self.folder / "policy.npz"
@@ -226,9 +302,9 @@ class Bench:
         return str(path)
 
     def _alone(
-        self, model: str, objective: Objective, routers: str | None = None
+        self, model: str, objective: Objective, routers: str | None = None, lora: str | None = None
     ) -> tuple[Answer, dict[str, torch.Tensor]]:
-        return self.ask(1, self.job(model, objective, **ROUTERS[routers]))
+        return self.ask(1, self.job(model, objective, **ROUTERS[routers], lora=self.adapters(model, lora)))
 
 
 @pytest.fixture(scope="module")
@@ -257,50 +333,81 @@ def assert_same(
 def test_every_layout_trains_what_fsdp_trains_on_one_rank(bench: Bench, case: Case) -> None:
     asked = ROUTERS[case.routers]
     options = {**case.options, **asked.get("options", {})}
-    job = bench.job(case.model, case.objective, **{**asked, "parallel": case.parallel, "options": options})
+    more = {**asked, "parallel": case.parallel, "options": options, "lora": bench.adapters(case.model, case.lora)}
+    job = bench.job(case.model, case.objective, **more)
     ours = bench.ask(case.world_size, {**job, "backend": "megatron", "megatron": case.megatron})
-    theirs = bench.alone(case.model, case.objective, case.routers)
+    theirs = bench.alone(case.model, case.objective, case.routers, case.lora)
     assert_same(ours, theirs, atol=1e-5)
     for name, value in theirs[0].metrics.items():
         assert ours[0].metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.parametrize(
-    ("model", "layouts"),
+    ("model", "objective", "lora", "layouts"),
     [
-        ("tied", [FSDP, (2, {"tensor": 2}), FSDP]),
+        ("tied", "sft", None, [FSDP, (2, {"tensor": 2}), FSDP]),
+        ("tied", "sft", "lora", [FSDP, (2, {"tensor": 2}), FSDP]),
         *(
-            pytest.param(model, layouts, marks=pytest.mark.megatron)
-            for model, layouts in [
-                ("moe", [FSDP, (2, {"tensor": 2, "expert": 2}), FSDP]),
-                ("latent", [FSDP, (2, {"tensor": 2, "expert": 2}), FSDP]),
+            pytest.param(model, objective, lora, layouts, marks=pytest.mark.megatron)
+            for model, objective, lora, layouts in [
+                ("moe", "sft", None, [FSDP, (2, {"tensor": 2, "expert": 2}), FSDP]),
+                ("moe", "sft", "attention", [FSDP, (2, {"tensor": 2, "expert": 2}), (2, {"pipeline": 2})]),
+                ("latent", "sft", None, [FSDP, (2, {"tensor": 2, "expert": 2}), FSDP]),
                 # uneven stages, even ones
-                ("deep_moe", [(3, {"pipeline": 3}), (4, {"pipeline": 2, "expert": 2}), FSDP]),
-                ("deep", [(2, {"pipeline": 2}), FSDP, (3, {"pipeline": 3})]),
-                ("five", [(4, {"pipeline": 4}), (2, {"tensor": 2}), (2, {"pipeline": 2})]),
+                ("deep_moe", "sft", None, [(3, {"pipeline": 3}), (4, {"pipeline": 2, "expert": 2}), FSDP]),
+                ("deep", "sft", None, [(2, {"pipeline": 2}), FSDP, (3, {"pipeline": 3})]),
+                ("deep", "sft", "some", [(3, {"pipeline": 3}), (4, {"tensor": 2}), FSDP]),
+                ("three", "value", "lora", [(2, {"pipeline": 2}), (2, {"tensor": 2}), FSDP]),
+                ("five", "sft", None, [(4, {"pipeline": 4}), (2, {"tensor": 2}), (2, {"pipeline": 2})]),
             ]
         ),
     ],
     ids=str,
 )
 def test_a_run_goes_from_one_back_end_and_layout_to_others(
-    bench: Bench, model: str, layouts: list[tuple[int, dict[str, int] | None]]
+    bench: Bench,
+    model: str,
+    objective: Objective,
+    lora: str | None,
+    layouts: list[tuple[int, dict[str, int] | None]],
 ) -> None:
     """Weights, moments, schedule: a step in each layout, against three on one rank of FSDP2."""
+    goes_through(bench, layouts, model, objective, None, lora)
+
+
+@pytest.mark.megatron
+def test_frozen_routers_stay_in_whatever_back_end_and_layout_a_run_is(bench: Bench) -> None:
+    weights = goes_through(bench, [FSDP, (2, {"tensor": 2, "expert": 2}), (2, {"pipeline": 2})], "moe", "sft", "frozen")
+    before = load_file(bench.model("moe") / "model.safetensors")
+    kept = {name for name, weight in before.items() if torch.equal(weights[name], weight)}
+    assert kept == {f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)}
+
+
+def goes_through(
+    bench: Bench,
+    layouts: list[tuple[int, dict[str, int] | None]],
+    model: str,
+    objective: Objective,
+    routers: str | None = None,
+    lora: str | None = None,
+) -> dict[str, torch.Tensor]:
+    """Trains a step in each layout and holds them to as many on one rank of FSDP2; the weights."""
     norms: list[float] = []
     before: str | None = None
     weights: dict[str, torch.Tensor] = {}
     for index, (world_size, parallel) in enumerate(layouts):
-        more = {} if parallel is None else {"backend": "megatron", "parallel": parallel}
-        saved = str(bench.folder / f"{model}-{index}")
-        job = bench.job(model, "sft", **more, num_steps=1, seed=index, start=before, save=saved)
+        more: dict[str, Any] = {} if parallel is None else {"backend": "megatron", "parallel": parallel}
+        saved = str(bench.folder / f"{model}-{objective}-{routers}-{lora}-{index}")
+        more |= {**ROUTERS[routers], "lora": bench.adapters(model, lora), "start": before, "save": saved}
+        job = bench.job(model, objective, **more, num_steps=1, seed=index)
         answer, weights = bench.ask(world_size, job)
         norms += answer.grad_norms
         before = saved
-    alone, expected = bench.alone(model, "sft")
+    alone, expected = bench.alone(model, objective, routers, lora)
     np.testing.assert_allclose(norms, alone.grad_norms, rtol=1e-5)
     for name, weight in expected.items():
         np.testing.assert_allclose(weights[name], weight, atol=ATOL, rtol=0, err_msg=name)
+    return weights
 
 
 @pytest.mark.megatron
@@ -356,17 +463,18 @@ def test_weights_are_divided_by_their_mean_over_all_ranks(bench: Bench, parallel
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "lora"), [("float32", None), ("bfloat16", None), ("bfloat16", "lora")])
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}, {}], ids=str)
 def test_an_optimizer_that_lives_on_the_host_between_steps_trains_bit_for_bit_alike(
-    bench: Bench, parallel: dict[str, int], dtype: str
+    bench: Bench, parallel: dict[str, int], dtype: str, lora: str | None
 ) -> None:
     """Its moments, and beneath half-precision parameters the float32 ones; checkpoints, too."""
     found: list[dict[str, torch.Tensor]] = []
     for offload in (False, True):
-        saved = str(bench.folder / f"offload-{parallel}-{dtype}-{offload}")
+        saved = str(bench.folder / f"offload-{parallel}-{dtype}-{lora}-{offload}")
         training = {**TRAINING, "offload": offload}
-        more = {"backend": "megatron", "parallel": parallel, "dtype": dtype, "optimizer": training}
+        adapters = bench.adapters("untied", lora)
+        more = {"backend": "megatron", "parallel": parallel, "dtype": dtype, "optimizer": training, "lora": adapters}
         bench.ask(2, {**bench.job("untied", "sft", **more), "num_steps": 2, "save": saved})
         found.append(bench.ask(2, {**bench.job("untied", "sft", **more), "num_steps": 1, "start": saved})[1])
     for name, weight in found[0].items():
@@ -374,14 +482,64 @@ def test_an_optimizer_that_lives_on_the_host_between_steps_trains_bit_for_bit_al
 
 
 @pytest.mark.megatron
+@pytest.mark.parametrize("lora", [None, "lora"])
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}, {}], ids=str)
-def test_bfloat16_stays_within_two_per_cent_of_fsdps(bench: Bench, parallel: dict[str, int]) -> None:
-    job = bench.job("untied", "sft", dtype="bfloat16")
+def test_bfloat16_stays_within_two_per_cent_of_fsdps(bench: Bench, parallel: dict[str, int], lora: str | None) -> None:
+    job = bench.job("untied", "sft", dtype="bfloat16", lora=bench.adapters("untied", lora))
     theirs, _ = bench.ask(1, job)
     ours, weights = bench.ask(2, {**job, "backend": "megatron", "parallel": parallel})
     np.testing.assert_allclose(ours.grad_norms, theirs.grad_norms, rtol=2e-2)
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=2e-2)
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(("model", "lora", "routers"), [("tied", "lora", None), ("moe", "attention", "told")])
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_the_base_beneath_adapters_says_what_it_says_without_them(
+    bench: Bench, parallel: dict[str, int], model: str, lora: str, routers: str | None
+) -> None:
+    asked = {"lora": bench.adapters(model, lora), "base": True, "num_steps": 1, **ROUTERS[routers]}
+    ours, _ = bench.ask(2, bench.job(model, "sft", backend="megatron", parallel=parallel, **asked))
+    theirs, _ = bench.alone(model, "sft")
+    for index, outputs in theirs.outputs.items():
+        np.testing.assert_allclose(ours.outputs[index], outputs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.megatron
+def test_a_checkpoint_of_adapters_holds_nothing_else_and_is_exported_merged_and_apart(bench: Bench) -> None:
+    saved, adapters = bench.folder / "to-export", bench.adapters("untied", "some")
+    job = bench.job("untied", "sft", backend="megatron", parallel={"tensor": 2}, lora=adapters)
+    _, published = bench.ask(2, {**job, "save": str(saved)})
+    keys = {key for file in saved.glob("rank-*.safetensors") for key in load_file(file)}
+    assert {peft_name(key.partition("/")[2]) for key in keys if not key.startswith("rng/")} == published.keys()
+    model = exported(saved)
+    apart = load_file(model / "adapter" / ADAPTER)
+    assert apart.keys() == published.keys()
+    assert all(torch.equal(apart[name], tensor) for name, tensor in published.items())
+    begun, _ = bench.ask(2, {**job, "lora": {**(adapters or {}), "start": str(model / "adapter")}})
+    whole, _ = bench.ask(1, {**bench.job("untied", "sft"), "model": str(model)})
+    for index, outputs in whole.outputs.items():
+        np.testing.assert_allclose(begun.outputs[index], outputs, atol=2e-5, rtol=0)
+
+
+def test_a_base_beneath_adapters_has_neither_gradients_nor_moments(bench: Bench) -> None:
+    adapters = bench.adapters("untied", "some")
+    job = Job(**bench.job("untied", "sft", backend="megatron", dtype="bfloat16", lora=adapters))
+    engine, rows = make_engine(job), make_rows(4)
+    packed = pack(rows, ["loss_mask"], temperature=1.0, device=engine.device)
+    engine.forward_backward([packed], SftObjective(local_counts(rows), "token_mean"))
+    engine.step()
+    held = engine._holdings()
+    size = num_adapter_parameters(bench.model("untied"), LoraSection.model_validate(adapters))
+    assert sum(tensor.numel() for tensor in held["gradients"].values()) == size
+    assert sum(tensor.numel() for tensor in held["optimizer states"].values()) == 2 * size
+    types = {
+        dtype: sum(each.numel() for each in held["parameters"].values() if each.dtype is dtype)
+        for dtype in DTYPES.values()
+    }
+    assert types[torch.float32] == size
+    assert types[torch.bfloat16] == engine.num_parameters
 
 
 @pytest.mark.parametrize(

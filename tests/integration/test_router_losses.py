@@ -148,12 +148,41 @@ def test_adapters_are_trained_by_them_too(model: Path, job: Job) -> None:
     assert any(not torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
 
 
-def test_a_model_without_routers_refuses_the_setting(tmp_path: Path) -> None:
-    options = EngineOptions(
-        path=write_qwen3(tmp_path / "dense"), head="policy", dtype="float32", optimizer=OptimizerSection(), routers=True
-    )
+FROZEN = {f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)}
+
+
+@pytest.mark.parametrize("parallel", [None, {}, {"replicate": 2}, {"sequence": 2}, {"tensor": 2}], ids=str)
+def test_beside_frozen_routers_all_else_has_the_gradients_that_it_has_without(
+    job: Job, two_ranks: Ranks, parallel: dict[str, Any] | None
+) -> None:
+    plain = replace(job, moe=None, options={})
+    _, expected = alone(plain)
+    frozen = replace(plain, options={"freeze_routers": True}, parallel=parallel or {})
+    if parallel is None:
+        alone(frozen)
+    else:
+        two_ranks.ask(frozen)
+    gradients = load_file(Path(job.out) / "gradients.safetensors")
+    assert gradients.keys() == expected.keys() - FROZEN
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_frozen_routers_are_what_they_were_after_steps_with_decay(model: Path, job: Job, kind: str) -> None:
+    optimizer = {"learning_rate": 1e-2, "weight_decay": 0.1, "kind": kind}
+    Rank().answer(replace(job, options={"routers": True, "freeze_routers": True}, optimizer=optimizer, num_steps=2))
+    before, after = load_file(model / "model.safetensors"), load_file(Path(job.out) / "weights.safetensors")
+    assert {name for name, tensor in before.items() if torch.equal(after[name], tensor)} == FROZEN
+
+
+def test_a_model_without_routers_refuses_the_settings(tmp_path: Path) -> None:
+    path = write_qwen3(tmp_path / "dense")
+    options = EngineOptions(path=path, head="policy", dtype="float32", optimizer=OptimizerSection())
     with pytest.raises(ConfigError, match=r"actor\.moe: Qwen3ForCausalLM has no routers"):
-        FsdpEngine(options, device=torch.device("cpu"))
+        FsdpEngine(replace(options, routers=True), device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"model\.freeze_routers: Qwen3ForCausalLM has no routers"):
+        FsdpEngine(replace(options, freeze_routers=True), device=torch.device("cpu"))
 
 
 def test_experts_that_are_spread_over_ranks_refuse_it() -> None:

@@ -15,6 +15,7 @@ from rolecall.checkpoint.manifest import StoredFile
 from rolecall.checkpoint.storage import open_storage
 from rolecall.rpc.channel import open_channel
 from rolecall.training.backends import read_model
+from rolecall.training.model.lora import is_adapter
 from rolecall.v1 import actor_pb2_grpc
 from rolecall.v1.training_pb2 import LoadTrainerCheckpointRequest, SaveTrainerCheckpointRequest, TrainRequest
 from tests.contract.peer import Peer, serving
@@ -91,20 +92,25 @@ class Stage:
 
 @pytest.mark.megatron
 @pytest.mark.timeout(1200)
-async def test_an_actor_goes_from_one_back_end_to_the_other_and_back(store: StoreUnderTest, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", [(), ("--actor.lora.rank=4", "--actor.lora.alpha=8")], ids=["model", "adapters"])
+async def test_an_actor_goes_from_one_back_end_to_the_other_and_back(
+    store: StoreUnderTest, tmp_path: Path, trained: tuple[str, ...]
+) -> None:
     """A step on FSDP2, two on a pipeline of Megatron's, one on FSDP2, against four on FSDP2."""
     model = write_qwen3(tmp_path / "policy")
     peer = Peer()
     async with serving(peer) as (_, address):
         config = write_settings(store, model, tmp_path, controller={"address": address})
         stage = Stage(store, tmp_path, config, Batches(store, model), peer)
-        stayed = await stage.lived("stayed", [(NUM_STEPS, 1, FSDP)])
-        went = await stage.lived("went", [(1, 1, FSDP), (2, 2, MEGATRON), (1, 1, FSDP)])
+        fsdp, megatron = (*FSDP, *trained), (*MEGATRON, *trained)
+        stayed = await stage.lived("stayed", [(NUM_STEPS, 1, fsdp)])
+        went = await stage.lived("went", [(1, 1, fsdp), (2, 2, megatron), (1, 1, fsdp)])
     numbers = [name for name in stayed.metrics[0] if name.startswith(("actor/grad_norm", "actor/loss", "actor/ent"))]
     assert len(numbers) >= 2, sorted(stayed.metrics[0])
     for step, (there, here) in enumerate(zip(stayed.metrics, went.metrics, strict=True)):
         for name in numbers:
             assert here[name] == pytest.approx(there[name], rel=1e-5, abs=1e-6), (step, name)
     assert went.weights.keys() == stayed.weights.keys()
+    assert all(is_adapter(name) for name in stayed.weights) == bool(trained)
     for name, weight in stayed.weights.items():
         np.testing.assert_allclose(went.weights[name], weight, atol=ATOL, rtol=0, err_msg=name)

@@ -35,6 +35,8 @@ LONG = {"groups_per_batch": 4, "num_minibatches": 2, "num_epochs": 2000}
 """A step that is still under way when the test is over."""
 FSDP: tuple[str, ...] = ()
 MEGATRON = ("--actor.backend=megatron", "--actor.parallel.pipeline=2")
+CUT = ("--actor.backend=megatron", "--actor.parallel.tensor=2")
+LORA = ("--actor.lora.rank=4", "--actor.lora.alpha=8")
 OTHER_BACK_END = pytest.param(1, MEGATRON, marks=pytest.mark.megatron, id="megatron")
 
 
@@ -142,6 +144,7 @@ async def test_a_killed_trainer_starts_afresh_and_a_checkpoint_and_the_sealed_ba
             id="fsdp",
         ),
         pytest.param(MEGATRON, marks=pytest.mark.megatron, id="megatron"),
+        pytest.param((*CUT, *LORA), marks=pytest.mark.megatron, id="megatron-adapters"),
     ],
 )
 async def test_what_a_rank_killed_within_a_step_had_trained_of_it_is_not_trained_twice(

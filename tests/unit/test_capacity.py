@@ -1,5 +1,6 @@
 """What cannot fit a machine is refused with figures; what may is not."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,16 +202,19 @@ def test_a_critic_with_adapters_has_its_base_in_the_models_dtype_and_optimizes_t
     make_settings: MakeSettings, tmp_path: Path
 ) -> None:
     path = write_model(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     save_file({"model.layers.0.self_attn.q_proj.weight": np.zeros((48, 16), np.float32)}, path / "model.safetensors")
     adapters = 4 * (48 + 16)
     gae = {"groups_per_batch": 2, "advantage": {"kind": "gae"}}
     run = {"name": "test", "dir": str(tmp_path), "num_steps": 1, "checkpoint_url": "memory://checkpoints"}
 
-    def settings(shared: bool, **critic: Any) -> RunSettings:
+    def settings(shared: bool, backend: str = "fsdp", **critic: Any) -> RunSettings:
         return make_settings(
             run=run,
+            model={"path": str(path)},
             algorithm=gae,
-            actor={"devices": [0, 1], "num_ranks": 2},
+            actor={"devices": [0, 1], "num_ranks": 2, "backend": backend},
             critic={"devices": [0, 1] if shared else [2], "num_ranks": 2 if shared else 1, **critic},
             rollout={"devices": [[0], [1]] if shared else [[3]], "num_replicas": 2 if shared else 1},
         )
@@ -222,10 +226,14 @@ def test_a_critic_with_adapters_has_its_base_in_the_models_dtype_and_optimizes_t
     said = "\n".join(memory_and_disk(settings(shared=False, lora=lora), SEVEN_B))
     assert "\n  critic 13.0 GiB per rank x 1\n    its adapters: 0.00M parameters and the value head are" in said
     assert "checkpoints (estimate): 78.2 GiB each" in said, "as many as the actor's alone"
-    whole, adapted = (
-        plan_shifts(settings(shared=True, **more), SEVEN_B, gpu_memory_bytes()) for more in ({}, {"lora": lora})
-    )
+    variants: list[dict[str, Any]] = [{}, {"lora": lora}]
+    whole, adapted = (plan_shifts(settings(shared=True, **more), SEVEN_B, gpu_memory_bytes()) for more in variants)
     assert whole.trained - adapted.trained == (7e9 * 16 - 7e9 * 2 - adapters * 16) / 2
+    whole, adapted = (
+        plan_shifts(settings(shared=True, backend="megatron", **more), SEVEN_B, gpu_memory_bytes()) for more in variants
+    )
+    assert whole.trained - adapted.trained == 48 * 16 * (4 + 12 / 2) - adapters * (4 + 4 + 8 / 2)
+    assert whole.lighter == ", actor.lora, critic.lora"
 
 
 @pytest.mark.usefixtures("gpus")

@@ -225,6 +225,7 @@ def test_a_setting_that_an_older_release_did_not_keep_is_not_held_against_the_ru
         ("data.preprocess", {"data": {"preprocess": {"function": "mine:row"}}}),
         ("data.max_prompts", {"data": {"max_prompts": 5}}),
         ("model.freeze_vision_tower", {"model": {"freeze_vision_tower": True}}),
+        ("model.freeze_routers", {"model": {"freeze_routers": True}}),
         ("environments", {"environments": {"game": {"address": "127.0.0.1:1", "when": {"task": ["a", "b"]}}}}),
         (
             "environments.*.max_image_bytes",

@@ -166,7 +166,6 @@ def test_a_layout_that_the_model_does_not_fit_is_told(
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ("actor.lora={}", "lora is not there with backend megatron; leave it out, or use backend fsdp"),
         ("actor.optimizer.kind=muon", "optimizer.kind muon is not there with backend megatron; set adamw, or use"),
         (
             "actor.activation_offload=true",

@@ -19,13 +19,17 @@ def write_sizes(
     """A model directory whose files hold no numbers: of layers of so many parameters beside so many in experts, and
     embedding and head of as many each.
     """
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps({"num_hidden_layers": num_layers, **config}))
     shapes = {"model.embed_tokens.weight": [head, 1], **({} if tied else {"lm_head.weight": [1, head]})}
     for index in range(num_layers):
         shapes[f"model.layers.{index}.mlp.gate_proj.weight"] = [layer]
         if experts:
             shapes[f"model.layers.{index}.mlp.experts.0.up_proj.weight"] = [experts]
+    return write_shapes(path, shapes, {"num_hidden_layers": num_layers, **config})
+
+
+def write_shapes(path: Path, shapes: dict[str, list[int]], config: dict[str, Any]) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
     entries = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
     header = json.dumps(entries).encode()
     (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
@@ -109,3 +113,25 @@ def test_a_rank_of_the_largest_stage_is_counted(tmp_path: Path, tied: bool) -> N
     assert most(2, virtual=2, pipeline=2) == RankParameters(3 * 900 + 30, 3 * 900 + 30), "layers 0, 2 and 3"
     assert most(1).trained_bytes(2) == (5 * 900 + 30 + copy) * (2 + 4 + 4 + 8)
     assert most(1).trained_bytes(4) == (5 * 900 + 30 + copy) * (4 + 4 + 8)
+
+
+def test_a_rank_s_adapters_are_counted_beside_a_base_that_is_not_trained(tmp_path: Path) -> None:
+    """Half of each is cut as its matrix is: B of a matrix of which ranks have rows, A where they have columns."""
+    layer = {"self_attn.q_proj": [40, 10], "self_attn.o_proj": [10, 40], "mlp.up_proj": [60, 10]}
+    shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(3) for name, shape in layer.items()}
+    model = write_shapes(tmp_path, shapes | {"model.embed_tokens.weight": [70, 10]}, {"num_hidden_layers": 3})
+    lora = {"rank": 2, "target_modules": ["q_proj", "o_proj"]}
+
+    def most(num_ranks: int, **parallel: int) -> RankParameters:
+        tree = {"num_ranks": num_ranks, "backend": "megatron", "parallel": parallel, "lora": lora}
+        return rank_parameters(model, ActorSection.model_validate(tree), MegatronSection(), "model.path")
+
+    base, pair = 3 * (400 + 400 + 600), 2 * (40 + 10)
+    assert most(1) == RankParameters(base + 700, 3 * 2 * pair, 3 * 2 * pair)
+    assert most(2) == RankParameters(base + 700, 3 * pair, 3 * 2 * pair)
+    cut = 2 * (40 / 2 + 10)
+    assert most(4, tensor=2) == RankParameters(base / 2 + 350, 3 * 2 * cut / 2, 3 * 2 * cut)
+    assert most(2, pipeline=2).adapters == 2 * 2 * pair, "two of three layers"
+    assert most(1).parameter_bytes(2) == (base + 700) * 2 + 6 * pair * 4
+    assert most(2).trained_bytes(2) == (base + 700) * 2 + 6 * pair * (4 + 4) + 3 * pair * 8
+    assert most(2).trained_bytes(4) - most(2).trained_bytes(2) == (base + 700) * 2

@@ -321,11 +321,12 @@ def test_stop_ids_that_the_model_does_not_know_are_named(config: Path) -> None:
     assert told == "sampling.stop_token_ids [259] are not ids of the model, which knows 0 to 258; correct them"
 
 
-def test_losses_of_routers_are_refused_where_there_are_none(config: Path) -> None:
-    assert any(
-        "actor.moe" in problem and "no mixture of experts" in problem
-        for problem in problems(config, "actor.moe.balance_coef=0.1")
-    )
+@pytest.mark.parametrize("asked", ["actor.moe.balance_coef=0.1", "model.freeze_routers=true"])
+def test_what_routers_are_to_do_is_refused_where_there_are_none(config: Path, asked: str) -> None:
+    setting = asked.partition("=")[0].removesuffix(".balance_coef")
+    (told,) = problems(config, asked)
+    assert told.startswith(f"{setting}: model.path ")
+    assert told.endswith(f"is no mixture of experts (its config.json has no num_experts_per_tok); remove {setting}")
 
 
 def test_the_largest_layer_is_told_where_a_gpu_has_to_hold_it(config: Path, tmp_path: Path) -> None:

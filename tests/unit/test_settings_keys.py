@@ -9,7 +9,7 @@ from rolecall.settings import RunSettings, load_settings
 from tests.twins.launched import write_light_config
 from tools.settings_keys import leaves
 
-MAX_KEYS = 364
+MAX_KEYS = 365
 """249 when they were last cut (ADR 44); the rest is room for new capabilities, not for new knobs of old ones. The 300th
 names the parser of tool calls, the 301st where agents call the policy, the 302nd what chat templates are given, the
 303rd and 304th whom an environment outside the run trusts and is trusted by, the 305th how often a lost episode is
@@ -28,7 +28,7 @@ own optimizer, the 346th a run's length in epochs, the 347th whether a scorer's 
 349th how many rows of a large file are used, the 350th how hard a token may pull towards a teacher, the 351st which
 component of the reward filters read, the 352nd whether importance weights are divided by their mean, the 353rd
 whether a reference leaves shared devices between its passes, up to the 362nd the servers that the run starts for its
-scorers, and the 363rd which prompts an environment plays.
+scorers, the 363rd which prompts an environment plays, and the 364th whether routers of experts are trained.
 """
 
 

@@ -44,9 +44,11 @@ def policy_model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             "sampler keeps no prefixes; on GPUs transformers takes flash-linear-attention where it is installed"
         )
     yield from _adapters(settings, settings.actor.lora, path, "actor.lora")
-    if settings.actor.moe is not None:
-        check_routers(path)
-        moe = settings.actor.moe
+    moe, freezes = settings.actor.moe, settings.model.freeze_routers
+    check_routers(path, moe, freezes)
+    if freezes:
+        yield "routers: stay as they are (model.freeze_routers)"
+    if moe is not None:
         yield (
             f"routers: balance_coef {moe.balance_coef:g}, z_coef {moe.z_coef:g}, over all tokens of a mini-batch, "
             "prompts included"

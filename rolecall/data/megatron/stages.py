@@ -6,18 +6,29 @@ model and a layout go together is for megatron_limits.py.
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Literal
 
+from rolecall.data.adapters import adapted_matrices
 from rolecall.data.model_files import EMBEDDINGS, EXPERTS, model_shapes, num_experts, text_config
 from rolecall.errors import ConfigError
-from rolecall.settings import CriticSection, LayoutSection, MegatronSection, TrainerSection
+from rolecall.settings import (
+    ActorSection,
+    CriticSection,
+    LayoutSection,
+    LoraSection,
+    MegatronSection,
+    TrainerSection,
+)
 
 Head = Literal["policy", "value"]
 """The end of a trainer's model: logits of the vocabulary, or one value a token, whose few parameters count nothing."""
+_CUT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
+"""Ends of the names of matrices of which tensor ranks have columns; of others they have rows."""
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 
 
@@ -26,12 +37,20 @@ class RankParameters:
     """Most parameters of a rank, by what it does with them."""
 
     held: float
-    """Parameters that it computes with."""
+    """Parameters that it computes with, without adapters."""
     optimized: float
     """Parameters that it keeps moments of, and beneath half precision float32 values."""
+    adapters: float | None = None
+    """Parameters of its adapters, which are float32 and trained alone; None: the model is trained."""
+
+    def parameter_bytes(self, size: int) -> float:
+        """Bytes of the parameters of a model of `size` bytes each, adapters too."""
+        return self.held * size + (self.adapters or 0) * 4
 
     def trained_bytes(self, size: int) -> float:
         """Bytes of all that the trainer of a model of `size` bytes a parameter keeps there, float32 gradients too."""
+        if self.adapters is not None:
+            return self.parameter_bytes(size) + self.adapters * 4 + self.optimized * 8
         return self.held * (size + 4) + self.optimized * (8 if size == 4 else 12)
 
 
@@ -96,13 +115,29 @@ def rank_parameters(path: Path, section: TrainerSection, megatron: MegatronSecti
         for layer in islice(layers, count):
             dense[stage % parallel.pipeline] += sizes.layers[layer]
             experts[stage % parallel.pipeline] += sizes.experts[layer]
-    found = [
-        RankParameters(
-            whole / parallel.tensor + spread / parallel.expert, (whole + spread) * parallel.pipeline / section.num_ranks
-        )
-        for whole, spread in zip(dense, experts, strict=True)
-    ]
-    return RankParameters(max(rank.held for rank in found), max(rank.optimized for rank in found))
+    held = max(whole / parallel.tensor + spread / parallel.expert for whole, spread in zip(dense, experts, strict=True))
+    sharing = section.num_ranks / parallel.pipeline
+    if isinstance(section, ActorSection | CriticSection) and section.lora is not None:
+        name = "actor.lora" if isinstance(section, ActorSection) else "critic.lora"
+        adapters = max(_adapters(path, section.lora, parallel.tensor, counts, parallel.pipeline, name))
+        return RankParameters(held, adapters * parallel.tensor / sharing, adapters)
+    return RankParameters(held, max(map(sum, zip(dense, experts, strict=True))) / sharing)
+
+
+def _adapters(
+    path: Path, lora: LoraSection, num_tensor: int, counts: Sequence[int], pipeline: int, setting: str
+) -> list[float]:
+    """Elements of the adapters on a rank of each place in a pipeline whose stages have `counts` layers: one half of
+    each is cut as its matrix is, the other whole.
+    """
+    places = [stage % pipeline for stage, count in enumerate(counts) for _ in range(count)]
+    found = [0.0] * pipeline
+    for name, (num_outputs, num_inputs) in adapted_matrices(path, lora, setting).items():
+        if not (layer := _LAYER.match(name)):
+            continue  # outside the layers none has any: refused where the model is built
+        cut, whole = (num_inputs, num_outputs) if name.endswith(_CUT_BY_COLUMNS) else (num_outputs, num_inputs)
+        found[places[int(layer[1])]] += lora.rank * (cut / num_tensor + whole)
+    return found
 
 
 def _read(path: Path, parallel: LayoutSection, setting: str, head: Head) -> _Sizes:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from rolecall.columns import Plugin, reference_column
 from rolecall.settings.algorithm.losses import CustomLoss
-from rolecall.settings.trainers import check_backend, check_dtype
+from rolecall.settings.trainers import check_adapters, check_backend, check_dtype
 
 if TYPE_CHECKING:
     from rolecall.settings.run import RunSettings
@@ -24,8 +24,7 @@ def check_backends(settings: "RunSettings") -> None:
     check_dtype(settings.actor, settings.model.dtype)
     if settings.critic is not None:
         check_backend(settings.actor, settings.critic.parallel, "critic.parallel")
-        if settings.critic.lora is not None and settings.actor.backend == "megatron":
-            raise ValueError("critic.lora is not there with actor.backend megatron; leave it out, or use backend fsdp")
+        check_adapters(settings.actor, settings.critic.lora, settings.critic.parallel, "critic.parallel")
         if settings.critic.optimizer.kind != "adamw" and settings.actor.backend == "megatron":
             raise ValueError(
                 f"critic.optimizer.kind {settings.critic.optimizer.kind} is not there with actor.backend megatron; set "

@@ -44,15 +44,14 @@ from rolecall.training.model.attention import PackedPlan, TracedAttention, plan_
 from rolecall.training.model.box import local_part, whole
 from rolecall.training.model.compiled import compile_layers, compiling
 from rolecall.training.model.conversion import Conversion
-from rolecall.training.model.huggingface import ModelFiles
 from rolecall.training.model.logits.logprobs import Wanted
-from rolecall.training.model.lora import adapters_off, add_adapters, base_digest, check_names, is_adapter, peft_name
+from rolecall.training.model.lora import adapters_off, is_adapter, peft_name, prepare_adapters
 from rolecall.training.model.packed_model import PackedModel, PolicyModel, build_model, layers
 from rolecall.training.model.parameters import ParameterFiles
 from rolecall.training.model.prefixes import SharedPrefixes
 from rolecall.training.model.router_replay import check_followed, follow_routes
 from rolecall.training.model.tensor_parallel import split_tensors
-from rolecall.training.objective.routing import Routers
+from rolecall.training.objective.routing import Routers, freeze_routers
 from rolecall.training.options import DTYPES, EngineOptions
 from rolecall.training.packing.outputs import (
     begin_routes,
@@ -144,10 +143,7 @@ class FsdpEngine:
         lora, setting = self._options.lora, self._options.lora_setting
         if lora is None:
             return None
-        add_adapters(self._model, lora, setting)
-        base = ModelFiles(self._options.path)
-        check_names(self._model.hf, base, self._conversion, setting)
-        return base_digest(base, lora)
+        return prepare_adapters(self._model, self._options.path, self._conversion, lora, setting)
 
     def _read_parameters(self) -> None:
         """Reads the parameters, this rank's parts of them."""
@@ -473,6 +469,8 @@ def _build(options: EngineOptions) -> PackedModel:
     if model.vision is not None and options.freeze_vision_tower:
         for parameter in model.vision.module.parameters():  # not its buffers: rotary frequencies are float32
             parameter.requires_grad_(False).data = parameter.data.to(DTYPES[options.dtype])
+    if options.freeze_routers:
+        freeze_routers(model.hf)
     if model.vision is not None:
         model.vision.is_called = options.shows_images
     if isinstance(model, PolicyModel):

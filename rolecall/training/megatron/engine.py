@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rolecall.checkpoint.storage import Storage
+from rolecall.data.adapters import check_start
 from rolecall.data.megatron_limits import check_megatron
 from rolecall.data.model_files import check_parallel
 from rolecall.errors import ConfigError
@@ -31,17 +32,21 @@ from rolecall.telemetry import Metrics
 from rolecall.training.account.flops import CostModel, count_flops
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import STATE_PARTS, Loss, Microbatch, StatePart, StepOutcome
+from rolecall.training.megatron.adapters import adapters_off, add_adapters
 from rolecall.training.megatron.families import Family
 from rolecall.training.megatron.last_stage import LastStage, Outputs
 from rolecall.training.megatron.layout import MegatronLayout
 from rolecall.training.megatron.model import Stage, StagePass
 from rolecall.training.megatron.optimizer import MOMENTS, Optimizer
 from rolecall.training.megatron.pipeline import Pipeline
+from rolecall.training.megatron.routers import Router
 from rolecall.training.megatron.weights import Weights
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.logits.logprobs import Wanted
+from rolecall.training.model.lora import checkpoint_name, is_adapter, peft_name, prepare_adapters
 from rolecall.training.model.packed_model import VALUE_HEAD, ValueModel, build_model
 from rolecall.training.model.parameters import ParameterFiles
+from rolecall.training.objective.routing import freeze_routers
 from rolecall.training.options import DTYPES, EngineOptions
 from rolecall.training.packing.outputs import narrow, stand_in, zero_of
 from rolecall.training.ranks.command_group import CommandGroup
@@ -89,9 +94,19 @@ class MegatronEngine:
                 f"{options.path} is a classification model, whose head backend megatron does not read; use backend fsdp"
             )
         self._conversion = Conversion(self._model.hf)
-        self._shapes = {name: parameter.shape for name, parameter in self._model.hf.named_parameters()}
+        self._num_parameters: int = sum(parameter.numel() for parameter in self._model.hf.parameters())
+        self._base = self._add_adapters()
         trained = options.optimizer is not None
-        self._model.requires_grad_(trained)
+        if options.freeze_routers:
+            freeze_routers(self._model.hf)
+        if not trained:
+            self._model.requires_grad_(False)
+        parameters = {checkpoint_name(name): parameter for name, parameter in self._model.hf.named_parameters()}
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        moving = [name for name, each in parameters.items() if each.requires_grad]
+        kept = moving if options.lora is not None else list(parameters)  # what is frozen is part of an exported model
+        self._kept = {"param": kept, **dict.fromkeys(MOMENTS, moving)}
+        """Names of the parameters that checkpoints keep each kind of."""
         self.flops = count_flops(self._model)
         """The FLOPs of passes over the whole model, all ranks together."""
         with self._on_device(), self._memory.phase("load"):
@@ -102,19 +117,36 @@ class MegatronEngine:
                 self._model, options, self.layout, self._memory, self._progress, self.flops.head_size
             )
             self._stages = self._pipeline.stages
+            if options.freeze_routers:
+                for module in (each for stage in self._stages for each in stage.modules()):
+                    if isinstance(module, Router):
+                        module.requires_grad_(False)
             family = Family(self._model.hf.config, self._shapes)
+            if options.lora is not None:
+                add_adapters(self._stages, family, self.layout.place, options.lora, trained=trained)
             self._weights = Weights(self._stages, family, self._shapes, self.layout, CommandGroup.of_default())
             self._optimizer: Optimizer | None = None
             if options.optimizer is not None:
-                self._optimizer = Optimizer(self._pipeline.with_gradients(), options.optimizer, self.dtype)
+                dtype = self.dtype if options.lora is None else torch.float32
+                self._optimizer = Optimizer(self._pipeline.with_gradients(), options.optimizer, dtype)
             self._read()
         self._pipeline.train(trained)
         self._progress.follow(layer for stage in self._stages for layer in stage.decoder.layers)
 
+    def _add_adapters(self) -> str | None:
+        """Adds adapters to the whole model where they are trained, and returns the digest of what they stand beside;
+        else None.
+        """
+        options, setting = self._options, self._options.lora_setting
+        if options.lora is None:
+            return None
+        check_start(options.lora, options.path, setting)
+        return prepare_adapters(self._model, options.path, self._conversion, options.lora, setting)
+
     @property
     def num_parameters(self) -> int:
         """TrainingEngine.num_parameters."""
-        return sum(shape.numel() for shape in self._shapes.values())
+        return self._num_parameters
 
     def forward(
         self,
@@ -133,9 +165,14 @@ class MegatronEngine:
             return narrow(stage.outputs(hidden, given, mb, entropy, wanted), microbatch)
 
         self._count(microbatches, self.flops.forward)
-        with self._memory.phase("forward"), torch.no_grad(), self._on_device():
-            found = self._pipeline.run(microbatches, outputs, plain=plain, forward_only=True)
-            return self._last_stage.outputs(found, microbatches, wanted)
+        with (
+            self._memory.phase("forward"),
+            torch.no_grad(),
+            self._on_device(),
+            adapters_off(self._stages) if base else nullcontext(),
+        ):
+            found = self._pipeline.run(microbatches, outputs, plain=plain, base=base, forward_only=True)
+            return self._last_stage.outputs(found, microbatches, wanted, base=base)
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss, *, entropy: bool = False) -> Metrics:
         """TrainingEngine.forward_backward. Once before each step: gradients are reduced when it returns."""
@@ -152,7 +189,7 @@ class MegatronEngine:
 
         self._count(microbatches, self.flops.update)
         with self._memory.phase("backward"), self._on_device():
-            found = self._pipeline.run(microbatches, with_loss, plain=False, forward_only=False)
+            found = self._pipeline.run(microbatches, with_loss, plain=False, base=False, forward_only=False)
         metrics = Metrics()
         with torch.no_grad():
             seen = self._last_stage.outputs([outputs for outputs, _ in found], microbatches, trained=True)
@@ -188,16 +225,21 @@ class MegatronEngine:
         self.onload("parameters")
         for name in self._shapes:
             self._progressed()
+            if self._options.lora is not None and not is_adapter(name):
+                continue
             with torch.no_grad():
                 whole = self._weights.gather(name, lambda parameter: parameter.detach(), self.dtype)
-            yield from self._conversion.to_checkpoint(name, whole).items()
+            if self._options.lora is not None:
+                yield peft_name(name), whole
+            else:
+                yield from self._conversion.to_checkpoint(name, whole).items()
 
     def snapshot(self) -> checkpoint.Snapshot:
         """EngineState.snapshot. What it costs is a copy to host memory, which is made here."""
         self.onload("parameters", "optimizer")
         with self._memory.phase("checkpoint"):
             copies = {
-                kind: {parameter: self._whole(parameter, kind) for parameter in self._trained()}
+                kind: {parameter: self._whole(parameter, kind) for parameter in self._keeping(kind)}
                 for kind in self._kinds()
             }
             snapshot = checkpoint.Snapshot(
@@ -217,7 +259,7 @@ class MegatronEngine:
             with self._on_device():
                 self._optimizer.prepare(num_updates)
             for kind in ("param", *(MOMENTS if num_updates else ())):
-                copies[kind] = {parameter: torch.empty(parameter.shape) for parameter in self._trained()}
+                copies[kind] = {parameter: torch.empty(parameter.shape) for parameter in self._keeping(kind)}
 
         state = replace(self._state(copies), prepare=prepare)
         counters = checkpoint.load(
@@ -251,11 +293,12 @@ class MegatronEngine:
         """Fills the parameters, by way of the gradients' float32 memory where half-precision ones have others beneath
         them.
         """
-        files = ParameterFiles(self._model, self._options.path, self._options.seed)
+        options = self._options
+        start = options.lora.start if options.lora is not None else None
+        files = ParameterFiles(self._model, options.path, options.seed, start, options.lora_setting)
+        self._weights.read(files, lambda each: _gradient(each) if each.requires_grad else each.data, self._progressed)
         if self._optimizer is None:
-            self._weights.read(files, lambda parameter: parameter.data, self._progressed)
             return
-        self._weights.read(files, _gradient, self._progressed)
         for parameter in self._trained():
             parameter.data.copy_(_gradient(parameter))
             self._optimizer.put(parameter, "param", _gradient(parameter))
@@ -272,11 +315,13 @@ class MegatronEngine:
     def _state(self, copies: Mapping[str, Mapping[nn.Parameter, torch.Tensor]]) -> checkpoint.State:
         """The state whose tensors are `copies`, by kind."""
 
+        lora = self._options.lora
+
         def parts() -> dict[str, checkpoint.Part]:
             found: dict[str, checkpoint.Part] = {}
             for kind, values in copies.items():
                 found |= self._weights.parts(
-                    checkpoint.PARAMETER if kind == "param" else f"{kind}/", values.__getitem__
+                    checkpoint.PARAMETER if kind == "param" else f"{kind}/", self._kept[kind], values.__getitem__
                 )
             return found
 
@@ -284,7 +329,7 @@ class MegatronEngine:
             parts=parts,
             prepare=lambda num_updates: None,
             counters={"num_updates": self.num_updates, "num_skipped": self.num_skipped},
-            notes={"head": self._options.head, "lora": None, "base": None},
+            notes={"head": self._options.head, "lora": lora and lora.as_kept(), "base": self._base},
             dtype=self._options.dtype,
             source=self._options.path,
             chat_template=self._options.chat_template,
@@ -296,10 +341,18 @@ class MegatronEngine:
     def _whole(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
         assert self._optimizer is not None
         self._progressed()
+        if not parameter.requires_grad:
+            return parameter.detach().to("cpu", torch.float32)
         return self._optimizer.whole(parameter, kind).to("cpu")
 
+    def _keeping(self, kind: str) -> list[nn.Parameter]:
+        """This rank's parameters that checkpoints keep `kind` of."""
+        if kind == "param" and self._options.lora is None:
+            return [each for stage in self._stages for each in stage.parameters()]
+        return self._trained()
+
     def _trained(self) -> list[nn.Parameter]:
-        return [parameter for stage in self._stages for parameter in stage.parameters()]
+        return [each for stage in self._stages for each in stage.parameters() if each.requires_grad]
 
     def _store_moments(self) -> None:
         """Sends the moments to the host where they live there between steps."""
@@ -317,7 +370,7 @@ class MegatronEngine:
         }
         if part == "parameters":
             return {name: parameter.data for name, parameter in named.items()}
-        return {name: _gradient(parameter) for name, parameter in named.items()} if self._optimizer is not None else {}
+        return {name: _gradient(parameter) for name, parameter in named.items() if parameter.requires_grad}
 
     def _holdings(self) -> dict[str, Mapping[str, torch.Tensor]]:
         return {

@@ -6,7 +6,7 @@ its. A layer's names stand without their beginning, decoder.layers.<i>. and mode
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from transformers import PretrainedConfig
@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from rolecall.errors import ConfigError
 from rolecall.training.megatron.layout import Place
 from rolecall.training.model.box import Box
+from rolecall.training.model.lora import adapter_names, is_adapter
 
 Shapes = Mapping[str, Sequence[int]]
 """Full shapes of transformers' parameters by name."""
@@ -32,6 +33,18 @@ class Piece:
     def num_rows(self) -> int:
         """Rows of Megatron's parameter."""
         return self.box.shape[0] if len(self.box.shape) < 3 else prod(self.box.shape[:-1])
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The matrices of transformers that the weight of a module is made of on a rank, by their modules' names."""
+
+    num_rows: Mapping[str, int]
+    """Rows of each that the rank has."""
+    adapted: frozenset[str]
+    """Names of the matrices that have an adapter."""
+    num_groups: int
+    """Times that they alternate, each with as many of its rows."""
 
 
 Cut = Callable[[Sequence[str], Shapes, PretrainedConfig, Place], Iterator[Piece]]
@@ -176,7 +189,7 @@ class Family:
             for rule in self._layer.values()
             for name in rule.theirs
         } | {name for rule in _OUTSIDE for name in rule.theirs}
-        unknown = sorted(shapes.keys() - known)
+        unknown = sorted(name for name in shapes.keys() - known if not is_adapter(name))
         if unknown:
             raise ConfigError(
                 f"actor.backend megatron does not know {unknown[0]!r} of this {config.model_type} model; use another "
@@ -190,6 +203,16 @@ class Family:
         rule, theirs = self._rule(own, first_layer)
         return list(rule.cut(theirs, self._shapes, self._config, place))
 
+    def fused(self, own: str, first_layer: int, place: Place) -> Fused:
+        """Returns what the matrix `own`, which is as of `pieces`, is made of."""
+        rule, theirs = self._rule(own, first_layer)
+        pieces = list(rule.cut(theirs, self._shapes, self._config, place))
+        num_rows: dict[str, int] = {}
+        for piece in pieces:
+            num_rows[_module(piece.name)] = num_rows.get(_module(piece.name), 0) + piece.num_rows
+        adapted = frozenset(_module(name) for name in theirs if adapter_names(name)[0] in self._shapes)
+        return Fused(num_rows, adapted, len(pieces) // len(num_rows))
+
     def is_cut(self, own: str) -> bool:
         """Whether ranks that share matrices have different parts of it."""
         return self._rule(own, 0)[0].cut not in (whole, expert)
@@ -199,6 +222,14 @@ class Family:
         return self._rule(own, 0)[0].cut is expert
 
     def _rule(self, own: str, first_layer: int) -> tuple[Rule, list[str]]:
+        of, _, adapter = own.partition(".adapters.")
+        if adapter:
+            module, _, half = adapter.partition(".")
+            rule, theirs = self._rule(f"{of}.weight", first_layer)
+            (down, up) = next(adapter_names(name) for name in theirs if _module(name) == module)
+            if half == "down":
+                return replace(rule, cut=columns if rule.cut is columns else whole), [down]
+            return replace(rule, cut=whole if rule.cut is columns else rows), [up]
         if own in self._outside:
             rule = self._outside[own]
             # an output layer of its own holds the tied embedding on the last of several stages
@@ -209,3 +240,7 @@ class Family:
         rule = self._layer[".".join("*" if part.isdigit() else part for part in parts)]
         suffix = "".join(f":{number}" for number in numbers)
         return rule, [f"model.layers.{first_layer + int(index)}.{name}{suffix}" for name in rule.theirs]
+
+
+def _module(weight: str) -> str:
+    return weight.removesuffix(".weight").rpartition(".")[2]

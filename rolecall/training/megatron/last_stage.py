@@ -37,19 +37,22 @@ class LastStage:
         wanted: Wanted | None = None,
         *,
         trained: bool = False,
+        base: bool = False,
     ) -> list[Outputs]:
         """Returns the outputs of `microbatches`, without a graph, which the last stage has in `found`: of a pass that
-        was made for what is `wanted`, or for a loss (`trained`).
+        was made for what is `wanted`, for a loss (`trained`), or without adapters (`base`).
         """
         if self._is_alone:
             return found
-        outputs = found if self._layout.is_last_stage else [self._blank(each, wanted, trained) for each in microbatches]
+        outputs = (
+            found if self._layout.is_last_stage else [self._blank(each, wanted, trained, base) for each in microbatches]
+        )
         for each in outputs:
             for value in _tensors(each):
                 value.copy_(self._sent(value))
         return outputs
 
-    def _blank(self, microbatch: Microbatch, wanted: Wanted | None, trained: bool) -> Outputs:
+    def _blank(self, microbatch: Microbatch, wanted: Wanted | None, trained: bool, base: bool) -> Outputs:
         """Outputs of the right shapes and types, to receive those of the last stage."""
         num_tokens, device = microbatch.token_ids_N.shape[0], self._layout.device
         first, second = torch.empty(num_tokens, device=device), torch.empty(num_tokens, device=device)
@@ -62,13 +65,17 @@ class LastStage:
             found = TokenOutputs(first, second)
         else:
             found = ranked(first, second, torch.empty(num_tokens, 2 * wanted.top_k + 1, device=device), wanted)
-        return found if self._mixture is None else self._with_routers(found, microbatch, self._mixture)
+        return found if self._mixture is None else self._with_routers(found, microbatch, self._mixture, base)
 
-    def _with_routers(self, outputs: TokenOutputs, microbatch: Microbatch, mixture: Mixture) -> TokenOutputs:
+    def _with_routers(
+        self, outputs: TokenOutputs, microbatch: Microbatch, mixture: Mixture, base: bool
+    ) -> TokenOutputs:
         num_tokens, device = microbatch.token_ids_N.shape[0], self._layout.device
         if self._options.routers:
             shapes = (mixture.num_experts,), (), (mixture.num_layers, mixture.num_experts), ()
             outputs = replace(outputs, routing=Routing(*(torch.empty(shape, device=device) for shape in shapes)))
+        if base:
+            return outputs
         if self._options.router_replay and microbatch.lengths and ROUTED_EXPERTS in microbatch.columns:
             return replace(outputs, rerouted_N=torch.empty(num_tokens, device=device))
         if self._options.router_replay:

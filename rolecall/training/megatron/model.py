@@ -131,6 +131,7 @@ class Stage(LanguageModule):  # type: ignore[misc]  # of no known type
         self.decoder = TransformerBlock(
             config, _layers(config, chunk), pre_process=first, post_process=last, vp_stage=chunk
         )
+        self.value_head: nn.Linear | None = None
         if last and head == "value":
             self.value_head = nn.Linear(hf.hidden_size, 1, dtype=config.params_dtype)
         elif last:
@@ -149,6 +150,11 @@ class Stage(LanguageModule):  # type: ignore[misc]  # of no known type
         self._received: torch.Tensor | None = None
         if config.num_moe_experts:
             follow_passes(self.decoder.layers)
+
+    @property
+    def first_layer(self) -> int:
+        """The first of its layers, counted from the model's."""
+        return int(self.decoder.layers[0].layer_number) - 1
 
     def set_input_tensor(self, input_tensor: list[torch.Tensor | None]) -> None:
         """Takes what the stage before gave; Megatron's schedules call it."""
@@ -176,6 +182,8 @@ class Stage(LanguageModule):  # type: ignore[misc]  # of no known type
 
     def _embedded(self, token_ids_n: torch.Tensor) -> torch.Tensor:
         hidden_n1H: torch.Tensor = self.embedding(token_ids_n[None], None)
+        if self.config.recompute_granularity == "full" and torch.is_grad_enabled() and not hidden_n1H.requires_grad:
+            hidden_n1H.requires_grad_()  # beneath adapters: a layer that is computed again needs an input that has one
         if self._padding_id is None:
             return hidden_n1H
         if self.config.sequence_parallel:
@@ -207,7 +215,10 @@ class Stage(LanguageModule):  # type: ignore[misc]  # of no known type
         hidden_nH = hidden_n1H[: given.num_tokens, 0]
         if self._head == "value":
             head = self.value_head
-            values_N, outputs_N = value_outputs(hidden_nH, head.weight, head.bias, mb.score_mask_N, given.packed)
+            assert head is not None
+            values_N, outputs_N = value_outputs(
+                hidden_nH, head.weight.to(hidden_nH), head.bias.to(hidden_nH), mb.score_mask_N, given.packed
+            )
             return ValueOutputs(values_N, outputs_N[mb.cu_seqlens[1:].long() - 1])
         is_tied = self.share_embeddings_and_output_weights
         weight_VH = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight

@@ -88,14 +88,16 @@ class Pipeline:
             self._config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         return wrapped
 
-    def run(self, microbatches: Sequence[Microbatch], end: End, *, plain: bool, forward_only: bool) -> list[Any]:
+    def run(
+        self, microbatches: Sequence[Microbatch], end: End, *, plain: bool, base: bool, forward_only: bool
+    ) -> list[Any]:
         """Runs all microbatches through the stages; what `end` makes of each, in order, on the ranks of the last stage;
-        else nothing. A collective.
+        else nothing. `base`: no experts are chosen as told. A collective.
         """
 
         def step(given: Iterator[Microbatch], stage: nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             microbatch = next(given)
-            told = self._plan(microbatch if microbatch.lengths else stand_in(self._layout.device), plain)
+            told = self._plan(microbatch if microbatch.lengths else stand_in(self._layout.device), plain, base)
             own: Stage = stage.module if isinstance(stage, DistributedDataParallel) else stage  # type: ignore[assignment]
             with self._memory.phase("forward"):
                 hidden = stage(told)
@@ -136,13 +138,13 @@ class Pipeline:
             for chunk in range(virtual)
         ]
 
-    def _plan(self, mb: Microbatch, plain: bool) -> StagePass:
+    def _plan(self, mb: Microbatch, plain: bool, base: bool) -> StagePass:
         sequence, dtype = self._layout.sequence, DTYPES[self._options.dtype]
         prefixes = mb.prefixes if sequence is None else None
         packed = plan_attention(mb.lengths, mb.cu_seqlens, dtype, sequence, prefixes, self._head_size, plain=plain)
         routers = None
-        if self._mixture is not None:
-            sums, replay = self._options.routers, self._options.router_replay
+        sums, replay = self._options.routers, self._options.router_replay and not base
+        if self._mixture is not None and (sums or replay):
             num = sum(has_experts(self._config, layer) for layer in range(self._config.num_layers))
             routers = RoutersPass(mb, packed, self._cut, self._mixture, num_routers=num, sums=sums, replay=replay)
         return stage_pass(mb, packed, self._options.parallel.tensor if self._cut else 1, routers)

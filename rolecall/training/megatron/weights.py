@@ -13,6 +13,7 @@ from torch import nn
 
 from rolecall.training.megatron.families import Family, Piece
 from rolecall.training.megatron.layout import MegatronLayout
+from rolecall.training.megatron.model import Stage
 from rolecall.training.model.box import Box
 from rolecall.training.model.parameters import ParameterFiles
 from rolecall.training.ranks.command_group import CommandGroup
@@ -43,7 +44,7 @@ class Weights:
 
     def __init__(
         self,
-        stages: Sequence[nn.Module],
+        stages: Sequence[Stage],
         family: Family,
         shapes: Mapping[str, torch.Size],
         layout: MegatronLayout,
@@ -55,12 +56,11 @@ class Weights:
         self._layout, self._shapes = layout, shapes
         found: list[tuple[nn.Parameter, Piece]] = []
         for stage in stages:
-            first_layer = stage.decoder.layers[0].layer_number - 1  # type: ignore[union-attr,index]
             for own, parameter in stage.named_parameters():
                 is_expert = family.is_expert(own)
-                parameter.tensor_model_parallel = is_expert or family.is_cut(own)  # type: ignore[attr-defined]
-                parameter.allreduce = not is_expert  # type: ignore[attr-defined]
-                found += [(parameter, piece) for piece in family.pieces(own, int(first_layer), layout.place)]
+                parameter.tensor_model_parallel = is_expert or family.is_cut(own)
+                parameter.allreduce = not is_expert
+                found += [(parameter, piece) for piece in family.pieces(own, stage.first_layer, layout.place)]
         found.sort(key=lambda each: (each[1].name, each[1].box.start))
         self._held = {name: _joined(list(pieces)) for name, pieces in groupby(found, lambda each: each[1].name)}
         self._sources = self._exchange(group)
@@ -91,11 +91,11 @@ class Weights:
         assert whole is not None
         return whole
 
-    def parts(self, prefix: str, values: Values) -> dict[str, Part]:
-        """Returns the parts of `values` that a checkpoint keeps, by `prefix` and name. Those names are there, too,
-        that this rank has nothing of.
+    def parts(self, prefix: str, names: Iterable[str], values: Values) -> dict[str, Part]:
+        """Returns the parts of `values` that a checkpoint keeps of `names`, by `prefix` and name. Those names are
+        there, too, that this rank has nothing of.
         """
-        return {prefix + name: self._part(name, values) for name in self._shapes}
+        return {prefix + name: self._part(name, values) for name in names}
 
     def _part(self, name: str, values: Values) -> Part:
         held = self._held.get(name)

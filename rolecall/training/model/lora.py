@@ -42,6 +42,16 @@ _PEFT_PREFIX = "base_model.model."
 """What peft's files put before every name."""
 
 
+def prepare_adapters(model: PackedModel, path: Path, conversion: Conversion, section: LoraSection, setting: str) -> str:
+    """Does as add_adapters to the model of the directory `path`, and returns the digest of that base. ConfigError also
+    where an export would not find a matrix in it.
+    """
+    add_adapters(model, section, setting)
+    base = ModelFiles(path)
+    check_names(model.hf, base, conversion, setting)
+    return base_digest(base, section)
+
+
 def add_adapters(model: PackedModel, section: LoraSection, setting: str) -> None:
     """Gives the modules that `section` names an adapter, on the meta device, and freezes the rest but for a value head.
     The head is no adapter and is trained whole; what is trained is float32. ConfigError names a wrong target; `setting`

@@ -72,18 +72,31 @@ def find_routers(hf: PreTrainedModel) -> tuple[list[nn.Module], int]:
     """The routers of `hf`, and where in their outputs the logits are. ConfigError when it has none whose balance
     transformers knows a loss for.
     """
-    recorder: Any = (hf._can_record_outputs or {}).get("router_logits")
-    routers = [
-        each
-        for each in hf.modules()
-        if isinstance(recorder, OutputRecorder) and isinstance(each, recorder.target_class)
-    ]
+    routers, index = _recorded(hf)
     if not routers or not hasattr(hf.config.get_text_config(), "router_aux_loss_coef"):
         raise ConfigError(
             f"actor.moe: {type(hf).__name__} has no routers of experts that a balancing loss is known for; "
             "remove actor.moe"
         )
-    return routers, recorder.index
+    return routers, index
+
+
+def freeze_routers(hf: PreTrainedModel) -> None:
+    """Takes the routers of `hf` out of training. ConfigError when it has none that transformers tells from other
+    layers.
+    """
+    routers, _ = _recorded(hf)
+    if not routers:
+        raise ConfigError(f"model.freeze_routers: {type(hf).__name__} has no routers of experts; leave it out")
+    for router in routers:
+        router.requires_grad_(False)
+
+
+def _recorded(hf: PreTrainedModel) -> tuple[list[nn.Module], int]:
+    recorder: Any = (hf._can_record_outputs or {}).get("router_logits")
+    if not isinstance(recorder, OutputRecorder):
+        return [], 0
+    return [each for each in hf.modules() if isinstance(each, recorder.target_class)], recorder.index
 
 
 def tokens_behind(microbatch: Microbatch, packed: PackedPlan) -> torch.Tensor:

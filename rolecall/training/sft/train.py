@@ -109,6 +109,7 @@ class SftRank:
             torch_compile=actor.torch_compile,
             routers=actor.moe is not None,
             freeze_vision_tower=settings.freezes_vision_tower,
+            freeze_routers=settings.model.freeze_routers,
             shows_images=settings.shows_images,
             seed=run.seed,
         )

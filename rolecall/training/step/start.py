@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from rolecall.contract import contract_version
 from rolecall.data.adapters import with_modules
 from rolecall.data.images.tokens import read_processor_digest
+from rolecall.data.model_files import num_experts, text_config
 from rolecall.data.tokenizer import read_template
 from rolecall.errors import ConfigError, VersionMismatchError
 from rolecall.settings import (
@@ -78,6 +79,7 @@ def start_store_context(
         routers=moe is not None,
         router_replay=router_replay,
         freeze_vision_tower=settings.freezes_vision_tower,
+        freeze_routers=settings.model.freeze_routers and num_experts(text_config(path)) > 0,
         shows_images=shows_images,
         deterministic=settings.run.deterministic,
         seed=settings.run.seed,
