@@ -25,7 +25,7 @@ from rolecall.training.packing.pack import Row, pack, unpack
 from tests import checkpoint_rig
 from tests.integration.fsdp_oracle import oracle_outputs
 from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
-from tests.tiny_models import write_qwen3, write_qwen3_moe
+from tests.tiny_models import write_deepseek_v2, write_qwen3, write_qwen3_moe
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -38,7 +38,11 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {"tied": write_qwen3(root / "tied", tied=True), "moe": write_qwen3_moe(root / "moe")}
+    return {
+        "tied": write_qwen3(root / "tied", tied=True),
+        "moe": write_qwen3_moe(root / "moe"),
+        "latent": write_deepseek_v2(root / "latent"),
+    }
 
 
 def make_engine(path: Path, *, dtype: str = "float32", section: LoraSection = LORA) -> FsdpEngine:
@@ -172,12 +176,23 @@ def test_a_target_that_the_model_does_not_have_is_named_with_those_it_has(models
         make_engine(models["moe"])
 
 
-@pytest.mark.parametrize("kind", ["tied", "moe"])
-def test_all_linear_is_at_every_matrix_that_trains_and_at_no_router(models: dict[str, Path], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "modules"),
+    [
+        ("tied", LoraSection().target_modules),
+        ("moe", ATTENTION),
+        # of its MLPs those that are no expert's
+        ("latent", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", *LoraSection().target_modules[3:])),
+    ],
+)
+def test_all_linear_is_at_every_matrix_that_trains_and_at_no_router(
+    models: dict[str, Path], kind: str, modules: tuple[str, ...]
+) -> None:
     section = with_modules(LORA.model_copy(update={"target_modules": ALL_LINEAR}), models[kind])
     engine = make_engine(models[kind], section=section)
-    names = {name.partition(".lora_")[0].rpartition(".")[2] for name in weights_of(engine)}
-    assert names == set(ATTENTION if kind == "moe" else LoraSection().target_modules)
+    adapted = {name.partition(".lora_")[0] for name in weights_of(engine)}
+    assert {name.rpartition(".")[2] for name in adapted} == set(modules)
+    assert not any(".experts" in name for name in adapted)
 
 
 def test_an_adapter_that_would_not_be_found_by_its_matrix_s_name_is_refused(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Adapters(nn.ModuleDict):
             whole.sequence_parallel = module.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_n1I: torch.Tensor) -> torch.Tensor:
-        """[n, 1, O]: what is added to the module's output."""
+        """[n, 1, O]: what is added to the module's output. Latent attention's have no middle dimension."""
         adapters = {name: adapter for name, adapter in self.items() if isinstance(adapter, Adapter)}
         downs = torch.cat([adapter.down for adapter in adapters.values()]).to(input_n1I.dtype)
         inner = self._share(linear(input_n1I, downs)) * self._scale
@@ -81,9 +81,9 @@ class Adapters(nn.ModuleDict):
         }
         for name, num_rows in self._num_rows.items():
             if name not in parts:
-                parts[name] = inner.new_zeros(*inner.shape[:2], num_rows)
-        groups = [parts[name].view(*inner.shape[:2], self._num_groups, -1) for name in self._num_rows]
-        return torch.cat(groups, -1).flatten(2)
+                parts[name] = inner.new_zeros(*inner.shape[:-1], num_rows)
+        groups = [parts[name].view(*inner.shape[:-1], self._num_groups, -1) for name in self._num_rows]
+        return torch.cat(groups, -1).flatten(-2)
 
 
 def add_adapters(stages: Sequence[Stage], family: Family, place: Place, section: LoraSection, *, trained: bool) -> None:

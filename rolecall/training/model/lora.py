@@ -59,8 +59,10 @@ def add_adapters(model: PackedModel, section: LoraSection, setting: str) -> None
     """
     from peft import inject_adapter_in_model
 
-    config = _peft_config(section, _targets(model, section, setting))
-    inject_adapter_in_model(config, model.hf, low_cpu_mem_usage=True)
+    # of a whole mixture peft takes names of MLPs for those of its experts, too, which it then gives adapters of its own
+    blocks = nn.ModuleList(language_layers(model))
+    config = _peft_config(section, _targets(model, blocks, section, setting))
+    inject_adapter_in_model(config, blocks, low_cpu_mem_usage=True)
     head = set(model.head.parameters()) if isinstance(model, ValueModel) else set()
     for name, parameter in model.hf.named_parameters():
         parameter.requires_grad_(is_adapter(name) or parameter in head)
@@ -190,10 +192,9 @@ def _peft_config(section: LoraSection, modules: list[str]) -> "LoraConfig":
     )
 
 
-def _targets(model: PackedModel, section: LoraSection, setting: str) -> list[str]:
-    """Full names of the linear modules inside transformer blocks that `section` names; a vision tower has none."""
-    inside = {module for layer in language_layers(model) for module in layer.modules()}
-    linear = [name for name, module in model.hf.named_modules() if type(module) is nn.Linear and module in inside]
+def _targets(model: PackedModel, blocks: nn.ModuleList, section: LoraSection, setting: str) -> list[str]:
+    """Names of the linear modules in the transformer blocks of `model` that `section` names."""
+    linear = [name for name, module in blocks.named_modules() if type(module) is nn.Linear]
     last = {name.rpartition(".")[2] for name in linear}
     unknown = sorted(set(section.target_modules) - last)
     if unknown:
