@@ -2,20 +2,18 @@
 environment itself, which is asked.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 
 import grpc
 
 from rolecall.data.continuation import Continuation
-from rolecall.data.dataset import load_prompts
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.data.vllm_files import check_tool_parser
 from rolecall.environment.answers import roles_of, spec_problem
 from rolecall.errors import ConfigError
 from rolecall.rpc.presence import LOOK_S
-from rolecall.settings import EnvironmentSection, EvaluationSet, FunctionScorer, RunSettings, may_meet
+from rolecall.settings import EnvironmentSection, FunctionScorer, RunSettings, may_meet
 from rolecall.v1 import environment_pb2, environment_pb2_grpc
 
 ROLES = ("user", "tool")
@@ -150,13 +148,12 @@ def environment_fits(settings: RunSettings, name: str) -> Callable[[grpc.aio.Cha
         problem = spec_problem(spec)
         if problem:
             raise ConfigError(f"is environment {spec.name!r}, which {problem}")
-        short = await asyncio.to_thread(_short, settings, name, spec.max_sessions) if spec.max_sessions else None
-        if short is not None:
-            setting, needed = short
-            raise ConfigError(
-                f"is environment {spec.name!r} with max_sessions {spec.max_sessions}, and a prompt needs {needed} at a "
-                f"time; raise it, or lower {setting}"
-            )
+        for setting, needed in _places_needed(settings, section).items():
+            if 0 < spec.max_sessions < needed:
+                raise ConfigError(
+                    f"is environment {spec.name!r} with max_sessions {spec.max_sessions}, and a prompt needs {needed} "
+                    f"at a time; raise it, or lower {setting}"
+                )
         _check_reward(settings, section, spec)
         continuation = _continuation(settings, ChatTokenizer.of(settings.model))
         for role in roles_of(spec):
@@ -172,31 +169,15 @@ def environment_fits(settings: RunSettings, name: str) -> Callable[[grpc.aio.Cha
     return ask
 
 
-def _short(settings: RunSettings, name: str, places: int) -> tuple[str, int] | None:
-    """Returns a setting by which more than `places` episodes of one prompt begin together in environment `name`, and
-    how many; None: there is none. The prompts of a held-out set are read where they would be too many.
+def _places_needed(settings: RunSettings, section: EnvironmentSection) -> dict[str, int]:
+    """Episodes of one prompt that begin together, by the setting that says how many. Of held-out sets where the
+    environment plays every prompt; else those say it whose prompts it plays, when they are evaluated.
     """
-    if settings.responses_per_group > places:
-        return "sampling.num_responses", settings.responses_per_group
-    for set_name, held_out in settings.evaluation.sets.items():
-        if held_out.num_responses > places and _plays(settings, name, held_out):
-            return f"evaluation.sets.{set_name}.num_responses", held_out.num_responses
-    return None
-
-
-def _plays(settings: RunSettings, name: str, held_out: EvaluationSet) -> bool:
-    """Whether environment `name` plays a prompt of the set. ConfigError where they cannot be read."""
-    if not settings.environments[name].when:
-        return True
-    prompts = load_prompts(
-        held_out.path,
-        settings.data,
-        settings.reward,
-        environments=settings.environments,
-        counts_images=True,
-        max_prompts=held_out.max_prompts,
-    )
-    return any(prompt.environment == name for prompt in prompts)
+    sets = settings.evaluation.sets.items() if not section.when else ()
+    return {
+        "sampling.num_responses": settings.responses_per_group,
+        **{f"evaluation.sets.{name}.num_responses": held_out.num_responses for name, held_out in sets},
+    }
 
 
 def _check_reward(

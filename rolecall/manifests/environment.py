@@ -30,8 +30,15 @@ class Place:
     """Who it may be, to a NetworkPolicy."""
     is_beside: bool
     """Whether it runs in the run's own namespace, or is a service of the same Compose project."""
-    is_ours: bool
-    """Whether it is there and called as the roles call each other: with a certificate of the run's, or by the mesh."""
+    mesh_ports: tuple[int, ...]
+    """Those at which it is there and called as the roles call each other: with a certificate of the run's, or by the
+    mesh.
+    """
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it has such ports."""
+        return bool(self.mesh_ports)
 
 
 def places_of(settings: RunSettings) -> list[Place]:
@@ -48,10 +55,11 @@ def places_of(settings: RunSettings) -> list[Place]:
         assert parts.port is not None
         component = f"environment-{name}"
         peers, is_beside = _peers(parts.hostname, settings.run.name, component)
-        place = Place(component, parts.hostname, (), tuple(peers), is_beside, is_beside and not section.tls)
-        first = places.get(place.host, place)
-        ports = tuple(dict.fromkeys([*first.ports, parts.port]))
-        places[place.host] = replace(first, ports=ports, is_ours=first.is_ours or place.is_ours)
+        place = places.get(parts.hostname) or Place(component, parts.hostname, (), tuple(peers), is_beside, ())
+        ports = tuple(dict.fromkeys([*place.ports, parts.port]))
+        ours = [parts.port] if is_beside and not section.tls else []
+        mesh_ports = tuple(dict.fromkeys([*place.mesh_ports, *ours]))
+        places[place.host] = replace(place, ports=ports, mesh_ports=mesh_ports)
     return list(places.values())
 
 

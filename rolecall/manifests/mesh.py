@@ -74,7 +74,7 @@ def istio(roles: list[str], hosts: list[str], settings: RunSettings) -> dict[str
         "tls": {"mode": "ISTIO_MUTUAL"},
     }
     ports = dict.fromkeys(
-        [PORT, *(port for place in ours for port in place.ports), *([of_agents] if of_agents is not None else [])]
+        [PORT, *(port for place in ours for port in place.mesh_ports), *([of_agents] if of_agents is not None else [])]
     )
     host = f"*.{run}.svc.cluster.local"
     rest = [
@@ -109,7 +109,7 @@ def _ways(settings: RunSettings) -> list[dict[str, Any]]:
     """Returns what rollouts and environments may ask of each other; AuthorizationPolicies of a pod add up."""
     run, places, of_agents = settings.run.name, places_of(settings), agents_port(settings)
     made = [
-        (place.name, place.name, _rule(run, ["rollout"], place.ports, "/rolecall.v1.EnvironmentService/*"))
+        (place.name, place.name, _rule(run, ["rollout"], place.mesh_ports, "/rolecall.v1.EnvironmentService/*"))
         for place in places
         if place.is_ours
     ]

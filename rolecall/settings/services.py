@@ -64,8 +64,8 @@ class RolloutSection(Section):
     max_num_seqs: PositiveInt = 256
     """Most responses the engine samples at a time."""
     max_groups: PositiveInt | None = None
-    """Most groups claimed at a time; absent: max_num_seqs over the responses of a group, at least 1. With environments,
-    one more of each that has none in hand, and of prompts that are answered once: one that hangs keeps no other out.
+    """Most groups claimed at a time; absent: max_num_seqs over the responses of a group, at least 1. Where environments
+    hang with all of them and the engine has nothing to do, one more of each other kind of prompts.
     """
     kv_cache_bytes: PositiveInt | None = None
     """KV cache per worker; absent: 1 GiB on CPUs, vLLM's own share on GPUs."""

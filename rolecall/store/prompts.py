@@ -63,7 +63,7 @@ class PromptQueue:
         self._claiming = threading.Lock()
         self._delivered = "0"
         self.is_short_of_places = False
-        """Whether groups waited for a place in an environment when something was last claimed."""
+        """Whether the last claim left groups waiting for a place."""
         self._unanswered = 0
         """Number of the claim whose answer is still owed: asked again, it gives what an outage kept from us, which
         nobody would renew. 0: none.

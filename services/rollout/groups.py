@@ -85,15 +85,15 @@ class MixedGroups:
         self._looking: dict[str, asyncio.Task[int]] = {}
 
     async def room(self, in_hand: Sequence[Claim], max_groups: int) -> Room:
-        """The groups that may be claimed beside those `in_hand`, at most `max_groups`. Where that is none, one of each
-        kind that has none in hand, unless a suspect is: groups of an environment that hangs hold what they have until
-        their deadline. One environment that does not answer has no places, and keeps no other waiting. ConfigError as
-        of the environments' samplers.
+        """The groups that may be claimed beside those `in_hand`, at most `max_groups`. Where that is none and the
+        engine has nothing to do, one of each kind that has none in hand, unless a suspect is: groups of an environment
+        that hangs hold what they have until their deadline. One environment that does not answer has no places, and
+        keeps no other waiting. ConfigError as of the environments' samplers.
         """
         names = (claim.group.prompt.environment for claim in in_hand)
         counts = Counter(self._kind.get(name, name) for name in names)
-        has_suspect = any(claim.max_in_hand for claim in in_hand)
-        most = {kind: max_groups or int(not counts[kind] and not has_suspect) for kind in self._kinds}
+        may_exceed = not self._replica.is_busy and not any(claim.max_in_hand for claim in in_hand)
+        most = {kind: max_groups or int(may_exceed and not counts[kind]) for kind in self._kinds}
         rooms = await asyncio.gather(*(self._places(kind, counts[kind], most[kind]) for kind in most))
         places = dict(zip(most, rooms, strict=True))
         return Room(max_groups or sum(places.values()), places)

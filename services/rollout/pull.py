@@ -67,7 +67,7 @@ class PullSettings:
     consumer: str
     """"<worker>.<incarnation>"."""
     max_groups: int
-    """Most groups in hand; of a kind that has none, one more."""
+    """Most groups in hand; where the engine has nothing to do, one more of a kind that has none."""
     lease_s: float
     """Leases are renewed three times in it."""
     generation_timeout_s: float
@@ -212,9 +212,8 @@ class PullLoop:
             return
         for claim in claims:
             self._take(claim)
-        lacks_places = self._queue.is_short_of_places and not claims
-        self._replica.note_places(missing=lacks_places)
-        if lacks_places and self._work:
+        self._replica.note_places(missing=self._queue.is_short_of_places and not claims)
+        if self._work and not claims:
             if self._arrival is None or self._arrival.done():
                 self._arrival = asyncio.create_task(self._wait_for_work())
                 self._arrival.add_done_callback(self._ended)

@@ -3,7 +3,6 @@ environment.
 """
 
 import asyncio
-import json
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -422,8 +421,7 @@ async def test_an_evaluation_that_needs_more_places_than_there_are_is_refused(
     store: StoreUnderTest, folder: Path
 ) -> None:
     async with environment(Talk, max_sessions=3, **TURNS) as (address, sessions):
-        held = folder / "held.jsonl"
-        sets = {"held": {"path": str(held), "num_responses": 3}, "wide": {"path": str(held), "num_responses": 4}}
+        sets = {"held": {"path": "held.jsonl", "num_responses": 3}, "wide": {"path": "held.jsonl", "num_responses": 4}}
         settings = RunSettings.model_validate(
             smallest_tree(
                 folder,
@@ -437,13 +435,7 @@ async def test_an_evaluation_that_needs_more_places_than_there_are_is_refused(
             with pytest.raises(ConfigError, match=r"max_sessions 3, .* needs 4 .* evaluation\.sets\.wide\.num_resp"):
                 await environment_fits(settings, "game")(client._channel)
             some = {"game": settings.environments["game"].model_copy(update={"when": {"task": "game"}})}
-            settings = settings.model_copy(update={"environments": some})
-            row = {"prompt": "hi", "ground_truth": "4", "task": "maths"}
-            held.write_text(json.dumps(row))
-            await environment_fits(settings, "game")(client._channel)
-            held.write_text(json.dumps(row | {"task": "game"}))
-            with pytest.raises(ConfigError, match=r"max_sessions 3, .* needs 4 .* evaluation\.sets\.wide\.num_resp"):
-                await environment_fits(settings, "game")(client._channel)
+            await environment_fits(settings.model_copy(update={"environments": some}), "game")(client._channel)
         async with rollout_in(store, folder, address, responses_per_group=2) as rollout:
             await rollout.publish(1)
             assert len(await rollout.generate(3)) == 3
@@ -494,7 +486,7 @@ async def test_groups_wait_for_an_environment_that_is_away_and_nothing_is_counte
     async with rollout_in(store, folder, address) as rollout:
         rollout.admit(8, max_tokens=600)
         await rollout.publish(1)
-        await until(lambda: rollout.phases.count("idle") > 2)
+        await until(lambda: sum(phase.startswith("idle; away or full") for phase in rollout.phases) > 2)
         assert rollout.pull.num_groups == 0, "nothing is claimed"
         for _ in range(3):  # it comes, and goes in the middle
             async with environment(Talk, address, **described):

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -218,6 +218,13 @@ class Five:
         return min(5 - num_in_hand, max_groups)
 
 
+@dataclass
+class Engine:
+    """What of a replica says whether it has something to do."""
+
+    is_busy: bool = False
+
+
 async def test_what_is_in_hand_takes_places_of_its_own_environment_alone() -> None:
     prompts = [trajectory_pb2.Prompt(environment=name) for name in ("game", "", "game", "other", "game")]
     claims = [
@@ -225,19 +232,23 @@ async def test_what_is_in_hand_takes_places_of_its_own_environment_alone() -> No
         for gid, prompt in enumerate(prompts)
     ]
     game, other, idle = (cast(GroupSampler, Five()) for _ in range(3))
-    groups = MixedGroups(cast(Replica, None), {"game": game, "other": other, "idle": idle})
+    engine = Engine()
+    replica = cast(Replica, engine)
+    groups = MixedGroups(replica, {"game": game, "other": other, "idle": idle})
     assert await groups.room(claims, 4) == Room(4, {"game": 2, "other": 4, "idle": 4, "": 4})
     assert (await groups.room(claims, 1)).places == {"game": 1, "other": 1, "idle": 1, "": 1}
     assert await groups.room(claims, 0) == Room(1, {"game": 0, "other": 0, "idle": 1, "": 0})
     assert await groups.room([claims[1]], 0) == Room(3, {"game": 1, "other": 1, "idle": 1, "": 0})
     suspect = replace(claims[1], max_in_hand=1)
     assert (await groups.room([suspect], 0)).num_groups == 0, "nothing beside what may have ended a worker"
-    assert (await MixedGroups(cast(Replica, None)).room([claims[1]], 0)).num_groups == 0
-    alone = MixedGroups(cast(Replica, None), {"game": game}, answers_once=False)
+    assert (await MixedGroups(replica).room([claims[1]], 0)).num_groups == 0
+    alone = MixedGroups(replica, {"game": game}, answers_once=False)
     assert (await alone.room([claims[0]], 0)).num_groups == 0, "a run of one kind has its bound and no more"
-    beside = MixedGroups(cast(Replica, None), {"game": game, "idle": idle, "other": cast(GroupSampler, Five(game))})
+    beside = MixedGroups(replica, {"game": game, "idle": idle, "other": cast(GroupSampler, Five(game))})
     assert await beside.room(claims, 4) == Room(4, {"game,other": 1, "idle": 4, "": 4})
     assert await beside.room(claims, 0) == Room(1, {"game,other": 0, "idle": 1, "": 0})
+    engine.is_busy = True
+    assert (await groups.room([claims[1]], 0)).num_groups == 0, "what is sampled would wait for it"
 
 
 async def test_check_compares_with_each_environment_the_components_that_score_what_it_plays(folder: Path) -> None:

@@ -230,6 +230,16 @@ def test_a_mesh_knows_each_environment(tmp_path: Path) -> None:
     assert annotations["traffic.sidecar.istio.io/includeOutboundPorts"] == "50051,50080,50082,50081,50090"
 
 
+def test_what_an_environment_encrypts_itself_stays_out_of_the_mesh(tmp_path: Path) -> None:
+    own = "--environments.long.ca_file=/data/ca.crt"
+    objects, _ = made(tmp_path, *SEVERAL, own, "--rpc.behind_mesh=true")
+    (rule,) = of_kind(objects, "AuthorizationPolicy")["environment-game"]["spec"]["rules"]
+    assert rule["to"][0]["operation"]["ports"] == ["50080"]
+    annotations = of_kind(objects, "AnnotationsTransformer")["istio"]["annotations"]
+    assert annotations["traffic.sidecar.istio.io/includeOutboundPorts"] == "50051,50080,50081"
+    assert ways(objects, "environment-game", "ingress", 50082)
+
+
 def test_a_project_has_a_certificate_for_each_environment_in_it(tmp_path: Path) -> None:
     assert main(["manifests", str(COMPOSE), "--to", "compose", "--out", str(tmp_path), *SEVERAL]) == 0
     project = yaml.safe_load((tmp_path / "compose.yaml").read_text())

@@ -580,6 +580,10 @@ def test_a_when_that_names_what_no_row_has_is_refused_by_check_and_train(
         said = "".join(capsys.readouterr())
         assert f"environments.lab.when: no prompt of data.train or evaluation.sets has {told}" in said
     assert len(notes_of(config, "environments.lab:", *words, "data.max_prompts=1")) == 1, "not every row is looked at"
+    run = load_settings(config).run.dir
+    run.mkdir()
+    (run / "identity.json").write_text('{"run.seed": 0}')
+    assert len(notes_of(config, "environments.lab:", *words)) == 1, "a run that goes on keeps its when"
 
 
 @pytest.mark.parametrize("command", ["check", "train"])

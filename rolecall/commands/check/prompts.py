@@ -14,6 +14,7 @@ from rolecall.data.dataset import UID_FIELD, RawPrompt, load_prompts
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.identity import kept
 from rolecall.scoring.sources import MAX_SOURCES, SOURCE_FIELD, count_sources, source_of
 from rolecall.settings import RunSettings
 from rolecall.settings.section import holds
@@ -57,13 +58,15 @@ def _unplayed(
     settings: RunSettings, name: str, train: list[RawPrompt], held_outs: Mapping[str, list[RawPrompt]]
 ) -> Iterator[str]:
     """The note on an environment that no training prompt is played in, where those could be read. ConfigError where
-    what its when names is in no row, and all rows were read.
+    what its when names is in no row, all rows were read, and a run is to begin: one that goes on keeps its `when`, and
+    evaluates other sets if it likes.
     """
     if not train or any(prompt.environment == name for prompt in train):
         return
     when = settings.environments[name].when
     bounds = [settings.data.max_prompts, *(section.max_prompts for section in settings.evaluation.sets.values())]
-    if all(held_outs.values()) and not any(bounds):
+    begins = settings.run.num_steps != 0 and not kept(settings.run.dir)
+    if begins and all(held_outs.values()) and not any(bounds):
         rows = [prompt.metadata for prompts in (train, *held_outs.values()) for prompt in prompts]
         for field, wanted in when.items():
             if not any(holds({field: wanted}, row) for row in rows):

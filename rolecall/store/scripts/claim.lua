@@ -9,7 +9,7 @@
 -- An entry whose environment has no more places is passed over. One that came from the stream is released for it, excused: whoever has a place takes it, and
 -- it keeps nobody from what was admitted behind it. What an earlier release let wait with all others is put where its kind waits.
 -- OK, last entry id delivered to anyone, then per entry {entry, delivery count, excused, most groups to hold (0: any number), group, traceparent};
--- the ledger's id; 1 where a group waits for a place, else 0 (also of a repeated call).
+-- the ledger's id; 1 where a group was left waiting for a place, else 0 (also of a repeated call).
 local consumer, worker = ARGV[1], worker_key(ARGV[1])
 local version, current = redis.call('HGET', worker, 'version'), redis.call('HGET', run, 'policy_version')
 if not version then return {'DENIED', consumer .. ' holds no attested weights'} end
@@ -79,10 +79,10 @@ elseif tonumber(ARGV[3]) > latest then
         redis.call('XCLAIM', prompts, 'rollout', consumer, 0, entry)
         entries[#entries + 1] = entry
         most = with_it
-      elseif list.consumer == free_list(name) then
+      elseif name ~= '' and list.consumer == free_list(name) then
         list.entry = nil
       else
-        redis.call('XCLAIM', prompts, 'rollout', free_list(name), 0, entry, 'JUSTID')
+        if name ~= '' then redis.call('XCLAIM', prompts, 'rollout', free_list(name), 0, entry, 'JUSTID') end
         passed = 1
       end
     end
