@@ -97,11 +97,6 @@ VARIANTS = {
     "a release without a fence": ("release", "if held(ARGV[i], ARGV[1], ARGV[i + 1]) then", "if owner(ARGV[i]) then"),
     "a commit without a fence": ("commit", "if not held(entry, consumer, count) or", "if"),
     "a claim that takes more than there are places": ("claim", "places[name].left > 0", "places[name].left >= 0"),
-    "a claim that counts shared places twice": (
-        "claim",
-        "places[name] = shared",
-        "places[name] = {left = shared.left}",
-    ),
     "a claim that loses what it passes over": (
         "claim",
         "redis.call('XCLAIM', prompts, 'rollout', free_list(name), 0, item[1], 'JUSTID')",
