@@ -31,8 +31,8 @@ class Place:
     is_beside: bool
     """Whether it runs in the run's own namespace, or is a service of the same Compose project."""
     mesh_ports: tuple[int, ...]
-    """Those at which it is there and called as the roles call each other: with a certificate of the run's, or by the
-    mesh.
+    """Ports at which it is beside the run and called as the roles call each other: with a certificate of the run's, or
+    by the mesh.
     """
 
     @property
