@@ -102,7 +102,6 @@ VARIANTS = {
         "redis.call('XCLAIM', prompts, 'rollout', free_list(name), 0, item[1], 'JUSTID')",
         "",
     ),
-    "a claim that takes what waits by its kind": ("claim", "before(other.entry, list.entry)", "false"),
     "a claim that counts anew": ("claim", "consumer, 0, entry)", "consumer, 0, entry, 'RETRYCOUNT', 1)"),
     "a drop that counts twice": (
         "drop",
