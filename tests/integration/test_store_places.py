@@ -28,15 +28,6 @@ def test_groups_of_an_environment_without_places_keep_nobody_from_those_behind_t
     assert not queue.is_short_of_places, "no group waits for one"
 
 
-def test_environments_on_one_server_share_its_places(store: StoreUnderTest) -> None:
-    for environment in ("game", "tools", "", "game", "tools"):
-        store.admit(1, environment=environment)
-    queue = store.attested("r.0")
-    assert [claim.group.gid for claim in queue.claim(5, {"game,tools": 3})] == [0, 1, 2, 3]
-    assert queue.claim(1, {"game,tools": 0}) == []
-    assert [claim.group.gid for claim in queue.claim(1, {"game,tools": 1})] == [4]
-
-
 def test_what_is_passed_over_time_and_again_is_no_dead_letter(store: StoreUnderTest) -> None:
     store.admit(1, environment="game")
     queue = store.attested("r.0")
