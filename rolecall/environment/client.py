@@ -176,7 +176,7 @@ class EnvironmentClient:
         InvalidInputError.
         """
         ends_at, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
-        asks_at = math.inf
+        broken_since = math.inf
         while True:
             called_at = time.monotonic()
             try:
@@ -188,11 +188,11 @@ class EnvironmentClient:
                     raise EnvironmentAwayError(full) from error
                 if time.monotonic() + pause_s >= ends_at:
                     raise await self._verdict(what, timeout_s, error) from error
-                if not isinstance(error, UnavailableError):
-                    asks_at = math.inf
-                elif time.monotonic() >= (asks_at := min(asks_at, time.monotonic() + NOBODY_S)):
+                now = time.monotonic()
+                broken_since = min(broken_since, now) if isinstance(error, UnavailableError) else math.inf
+                if now - broken_since >= NOBODY_S:
                     await self.describe()
-                    asks_at = math.inf
+                    broken_since = math.inf
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             except _MISPLACED as error:

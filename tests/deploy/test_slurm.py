@@ -356,6 +356,11 @@ class Slurm:
         """The job's output."""
         return (self.folder / f"slurm-{self.job}.out").read_text()
 
+    def end(self) -> None:
+        """Waits for the job's end, which is to be that of the run."""
+        wait("the end", lambda: self.shown("JobState") not in ("PENDING", "RUNNING", "COMPLETING"), 1200)
+        assert (self.shown("JobState"), self.shown("ExitCode")) == ("COMPLETED", "0:0"), self.said()
+
     def cancel(self, *options: str) -> None:
         """Signals the job."""
         subprocess.run(["scancel", *options, self.job], check=True, timeout=60)
@@ -382,8 +387,7 @@ def test_a_run_is_queued_again_before_its_time_is_over_and_trains_to_its_end(tmp
         run.cancel("--batch", "--signal=TERM")
         wait("the queue", lambda: run.shown("Restarts") == "1", 600)
         stopped_at = max(run.metrics("step"))
-        wait("the end", lambda: run.shown("JobState") not in ("PENDING", "RUNNING", "COMPLETING"), 1200)
-        assert (run.shown("JobState"), run.shown("ExitCode")) == ("COMPLETED", "0:0"), run.said()
+        run.end()
     finally:
         run.cancel()
     steps = [step for step in run.metrics("step") if step > 0]
@@ -403,8 +407,7 @@ def test_a_run_whose_controller_hangs_goes_on_under_another(tmp_path: Path, task
             command = process.info["cmdline"] or ()
             if "controller" in command and process.info["cwd"] == str(run.folder) and process.info["name"] != "srun":
                 process.suspend()
-        wait("the end", lambda: run.shown("JobState") not in ("PENDING", "RUNNING", "COMPLETING"), 1200)
-        assert (run.shown("JobState"), run.shown("ExitCode")) == ("COMPLETED", "0:0"), run.said()
+        run.end()
     finally:
         run.cancel()
     assert "the controller does not answer; killing it" in run.said()
