@@ -65,6 +65,7 @@ test-deploy: images ## Pass the tests of deploy/ on a real container engine: to 
 
 test-cluster: setup ## Run what `rolecall manifests` writes on the Kubernetes cluster of CONTEXT, a kubectl context: to the end, the loss of each pod, two nodes. It needs JobSet, a default storage class that gives ReadWriteMany and, on its nodes, the images of `make images` and debian:bookworm-slim (25 minutes)
 	@test -n "$(CONTEXT)" || { echo "make test-cluster: name the cluster: CONTEXT=, one of \`kubectl config get-contexts\`" >&2; exit 2; }
+	@kubectl --context "$(CONTEXT)" get crd jobsets.jobset.x-k8s.io >/dev/null # in a second: whether it is there and has JobSet
 	@CONTEXT="$(CONTEXT)" $(BIN)/python -m pytest -s -m cluster tests/deploy
 
 gpu-acceptance: setup ## What one GPU must show, PART=1 to 6 of nine minutes each (DRY=1 on CPUs); the table goes to ACCEPTANCE=build/gpu-acceptance
