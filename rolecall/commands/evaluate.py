@@ -78,6 +78,7 @@ def evaluation_settings(
         sections.get("store", {}).pop(name, None)
     for name in ("optimizer", "lora", "router_replay"):
         sections.get("actor", {}).pop(name, None)
+    sections.get("weights", {}).pop("merge_adapters", None)
     sections.get("sampling", {}).pop("num_responses", None)
     sections["evaluation"].pop("at_start", None)
     sections["run"] = {

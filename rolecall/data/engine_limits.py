@@ -106,7 +106,7 @@ def _check_cpus(settings: RunSettings) -> None:
     _check_cpu_attention(path, engine.get("block_size"))
     _check_cpu_recurrence(path, settings.model.dtype, engine.get("enable_prefix_caching"))
     check_cpu_routing(settings.actor)
-    if settings.actor.lora is not None:
+    if settings.published_adapters is not None:
         _check_cpu_adapters(path)
 
 
@@ -186,7 +186,7 @@ def _check_cpu_adapters(path: Path) -> None:
     if any(EXPERTS in name for name in tensor_names(path)):
         raise ConfigError(
             f"model.path {path} is a mixture of experts, which vLLM serves with adapters on GPUs only; give "
-            "rollout.devices, or leave actor.lora out"
+            "rollout.devices, or set weights.merge_adapters"
         )
 
 

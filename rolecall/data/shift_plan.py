@@ -151,7 +151,7 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
     if critic is not None and shared & set(critic.devices) and (own := settings.critic_optimizer):
         trained += state_of(critic, critic_parameters(settings, facts), own, "critic.path", critic.path)[1]
         num_processes += 1
-    packed = 2 * facts.largest_layer * size if actor.lora is None else 0
+    packed = 2 * facts.largest_layer * size if settings.published_adapters is None else 0
     return ShiftPlan(
         resident=num_processes * CONTEXT_BYTES + max(map(staying, shared), default=0.0),
         scored=max((held_by(name, section) for name, section in references.items() if section.offload), default=0.0),
@@ -170,7 +170,7 @@ def received_bytes(settings: RunSettings, facts: ModelFacts) -> float:
     """Bytes of the largest layer at a rollout's worker, beside the weights that it has: vLLM keeps what arrives until a
     layer is whole, and puts its own part of it into fresh memory.
     """
-    if settings.actor.lora is not None:
+    if settings.published_adapters is not None:
         return 0.0
     size = 4 if settings.model.dtype == "float32" else 2
     return facts.largest_layer * size * (1 + 1 / settings.rollout.tensor_parallel_size)

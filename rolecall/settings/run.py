@@ -23,7 +23,7 @@ from rolecall.settings.services import (
     WeightBackend,
     WeightsSection,
 )
-from rolecall.settings.trainers import ActorSection, CriticSection, OptimizerSection, ReferenceSection
+from rolecall.settings.trainers import ActorSection, CriticSection, LoraSection, OptimizerSection, ReferenceSection
 
 
 class RunSettings(Section):
@@ -137,6 +137,11 @@ class RunSettings(Section):
         return self.model.freeze_vision_tower or not self.shows_images
 
     @property
+    def published_adapters(self) -> LoraSection | None:
+        """The adapters that a publish carries; None: it carries a whole model."""
+        return None if self.weights.merge_adapters else self.actor.lora
+
+    @property
     def takes_shifts(self) -> bool:
         """Whether rollouts sleep while the trainers work, and the trainers wait in host memory while they sample."""
         return bool(self.rollout.sleep_mode)
@@ -208,7 +213,7 @@ class RunSettings(Section):
         """Makes every check of several sections: what is told is what the first of them finds. Sets rollout.sleep_mode
         where rollouts share GPUs with the trainers, and `offload` of the references there.
         """
-        trainers.check_deltas(self)
+        trainers.check_weights(self)
         roles.check_servers(self)
         roles.check_roles(self)
         evaluation.check_images(self)

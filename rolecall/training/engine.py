@@ -188,7 +188,7 @@ class TrainingEngine(Protocol):
         """(Hugging Face name, full tensor in the publish dtype), one at a time, in a fixed order, the same on every
         rank; a tied tensor once.
 
-        Of an engine that trains adapters, these alone, by peft's names.
+        Of an engine that trains adapters, these alone, by peft's names, unless it merges them.
         """
 
 

@@ -32,6 +32,8 @@ class EngineOptions:
     """None: frozen (a reference), parameters kept in `dtype`."""
     lora: LoraSection | None = None
     """Adapters to train instead of the parameters, which stay as they are, in `dtype`, but for a value head."""
+    merges_adapters: bool = False
+    """Publish the whole model with the adapters added, in place of the adapters."""
     total_steps: int = 1
     """The schedule's length in optimizer steps."""
     parallel: ParallelSection = ParallelSection()

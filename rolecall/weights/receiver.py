@@ -225,7 +225,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
                 ("an adapter", "whole models") if manifest.HasField("adapter") else ("a whole model", "adapters")
             )
             raise TornWeightsError(
-                f"the actor publishes {sent} and this engine takes {taken}; give both the same actor.lora"
+                f"the actor publishes {sent} and this engine takes {taken}; give both the same actor.lora and "
+                "weights.merge_adapters"
             )
         adapter.install(self.model, manifest.adapter, tensors)
 

@@ -58,7 +58,7 @@ class ActorRanks(TrainerRanks):
         """
         super().__init__(context, steps)
         self._settings = settings
-        lora = settings.actor.lora
+        lora = settings.published_adapters
         adapter = weights_pb2.LoraAdapter(rank=lora.rank, alpha=lora.alpha) if lora is not None else None
         weights = settings.weights
         if settings.actor.torch_compile:

@@ -106,7 +106,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
         batch_invariant=settings.run.deterministic,
         engine=section.engine,
         in_one_process=section.workers_per_replica == 1,
-        lora=None if settings.actor.lora is None else with_modules(settings.actor.lora, path),
+        lora=None if settings.published_adapters is None else with_modules(settings.published_adapters, path),
         is_recurrent=has_recurrent_layers(text_config(path)),
         image_token_id=None if visual_tokens is None else visual_tokens.token_id,
         mixture=read_mixture(path) if settings.actor.router_replay == "r3" else None,

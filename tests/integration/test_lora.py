@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from rolecall.checkpoint.storage import open_storage
 from rolecall.data.adapters import ADAPTER, with_modules
 from rolecall.errors import CheckpointMismatchError, ConfigError
-from rolecall.settings import ALL_LINEAR, LoraSection, OptimizerSection
+from rolecall.settings import ALL_LINEAR, Dtype, LoraSection, OptimizerSection
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.export.export import export
 from rolecall.training.fsdp.engine import FsdpEngine
@@ -45,8 +45,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def make_engine(path: Path, *, dtype: str = "float32", section: LoraSection = LORA) -> FsdpEngine:
-    options = EngineOptions(path=path, head="policy", dtype=dtype, optimizer=OPTIMIZER, lora=section, total_steps=8)  # type: ignore[arg-type]
+def make_engine(
+    path: Path, *, dtype: Dtype = "float32", section: LoraSection = LORA, merges: bool = False
+) -> FsdpEngine:
+    options = EngineOptions(
+        path=path, head="policy", dtype=dtype, optimizer=OPTIMIZER, lora=section, merges_adapters=merges, total_steps=8
+    )
     return FsdpEngine(options, device=CPU)
 
 
@@ -235,6 +239,25 @@ def test_a_checkpoint_holds_adapters_alone_goes_on_bit_for_bit_and_exports_merge
     checkpoint_rig.load(resumed, tmp_path / "saved")
     assert_same(weights_of(begun), weights_of(resumed), atol=0)
     checkpoint_rig.load(begun, tmp_path / "saved")  # of adapters that began otherwise
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["tied", "moe"])
+def test_what_is_published_merged_is_bit_for_bit_what_an_export_of_the_same_step_holds(
+    models: dict[str, Path], kind: str, dtype: Dtype, tmp_path: Path
+) -> None:
+    section = LORA.model_copy(update={"target_modules": ATTENTION})
+    engine = make_engine(models[kind], dtype=dtype, section=section, merges=True)
+    base = load_file(models[kind] / "model.safetensors")
+    named = [name for name, _ in engine.named_weights()]
+    train_step(engine, make_rows(6), token_budget=64, seed=0)
+    checkpoint_rig.save(engine, tmp_path / "saved")
+    expected = load_file(checkpoint_rig.exported(tmp_path / "saved") / "model.safetensors")
+    published = weights_of(engine)
+    assert list(published) == named
+    assert_same(published, expected, atol=0)
+    changed = {name for name in base if not torch.equal(published[name], base[name].to(published[name].dtype))}
+    assert {name.split(".")[-2] for name in changed} == set(ATTENTION)
 
 
 def test_adapters_beside_another_base_or_of_another_scale_are_refused(models: dict[str, Path], tmp_path: Path) -> None:

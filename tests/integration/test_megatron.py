@@ -517,6 +517,10 @@ def test_a_checkpoint_of_adapters_holds_nothing_else_and_is_exported_merged_and_
     apart = load_file(model / "adapter" / ADAPTER)
     assert apart.keys() == published.keys()
     assert all(torch.equal(apart[name], tensor) for name, tensor in published.items())
+    _, merged = bench.ask(2, {**job, "options": {"merges_adapters": True}})
+    whole_model = load_file(model / "model.safetensors")
+    assert merged.keys() == whole_model.keys()
+    assert all(torch.equal(merged[name], tensor) for name, tensor in whole_model.items())
     begun, _ = bench.ask(2, {**job, "lora": {**(adapters or {}), "start": str(model / "adapter")}})
     whole, _ = bench.ask(1, {**bench.job("untied", "sft"), "model": str(model)})
     for index, outputs in whole.outputs.items():

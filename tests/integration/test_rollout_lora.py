@@ -22,7 +22,7 @@ from rolecall.v1 import rollout_pb2, trajectory_pb2, weights_pb2
 from rolecall.wire import Array, decode_tensor
 from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
 from tests.integration.rollout_process import PROBE, RolloutProcess, check_sampled_from, group, rollout_process
-from tests.tiny_models import write_qwen3
+from tests.tiny_models import write_qwen3, write_qwen3_moe
 
 pytestmark = [
     pytest.mark.thorough("test_what_is_published_is_an_adapter_that_makes_the_base_the_actors_model"),
@@ -180,6 +180,29 @@ def test_an_adapter_that_does_not_fit_and_whole_weights_tear_and_the_next_publis
     rollout.open_epoch()
     rollout.publish()
     assert generated(rollout, actor) < TOLERANCE
+
+
+def test_merged_adapters_serve_a_mixture_which_vllm_computes_with_adapters_on_gpus_alone(
+    one_rank: None, tmp_path: Path
+) -> None:
+    mixture = write_qwen3_moe(tmp_path / "mixture", vocab=288, head_dim=32, expert_hidden=64)
+    lora = LORA.model_copy(update={"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")})
+    optimizer = OptimizerSection(learning_rate=1e-2)
+    options = EngineOptions(
+        path=mixture, head="policy", dtype="float32", optimizer=optimizer, lora=lora, merges_adapters=True
+    )
+    merging = FsdpEngine(options, device=CPU)
+    sections = {"actor": {"lora": lora.model_dump()}, "weights": {"merge_adapters": True}}
+    with rollout_process(tmp_path, mixture, **sections) as rollout:
+        rollout.open_epoch()
+        before = logprobs(merging, PROBE)
+        for _ in range(2):
+            train(merging, rollout)
+            _, received = rollout.publish()
+            probe = decode_tensor(received.probe.logprobs, "probe")
+            assert np.abs(probe - before).max() > 0.05
+            assert np.abs(probe - logprobs(merging, PROBE)).max() < TOLERANCE
+            assert generated(rollout, merging) < TOLERANCE
 
 
 def test_a_replica_that_is_asked_to_end_leaves(rollout: RolloutProcess) -> None:

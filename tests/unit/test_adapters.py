@@ -121,6 +121,8 @@ def test_experts_with_adapters_are_refused_where_vllm_would_die_of_the_probe(con
         config, f"{LAYER}.q_proj.weight", f"{LAYER}.v_proj.weight", "model.layers.0.mlp.experts.0.gate_proj.weight"
     )
     assert any("with adapters on GPUs only" in problem for problem in problems(config, LORA, "rollout.num_replicas=1"))
+    merged = problems(config, LORA, "rollout.num_replicas=1", "weights.merge_adapters=true")
+    assert not any("with adapters" in problem for problem in merged)
     assert problems(config, LORA, "rollout.num_replicas=0") == []
 
 

@@ -22,6 +22,7 @@ TREE: dict[str, dict[str, Any]] = {
     "algorithm": {"groups_per_batch": 8, "advantage": {"kind": "gae"}},
     "critic": {},
     "actor": {"optimizer": {"schedule": "wsd", "decay_steps": 50}, "lora": {"rank": 8}},
+    "weights": {"merge_adapters": True},
     "sampling": {"num_responses": 1, "max_tokens": 64},
     "store": {
         "url": "redis://elsewhere:6379",

@@ -5,7 +5,7 @@ from typing import Any, get_args
 import pytest
 
 from rolecall.errors import InvalidInputError
-from rolecall.settings import WeightBackend
+from rolecall.settings import LoraSection, WeightBackend
 from rolecall.v1 import weights_pb2
 from rolecall.weights.backends import decode_backend, encode_backend
 from tests.conftest import MakeSettings
@@ -49,10 +49,18 @@ def test_deltas_go_through_host_memory_also_where_all_are_on_gpus(make_settings:
         ({"weights": {"deltas": True, "backend": "shared"}}, "does nothing over shared"),
         ({"weights": {"deltas": True, "backend": "nccl"}}, "does nothing over nccl"),
         ({"weights": {"deltas": True}, "actor": {"lora": {}}}, "adapters are small"),
+        ({"weights": {"merge_adapters": True}}, "the actor has no adapters"),
     ],
 )
-def test_deltas_are_refused_where_they_mean_nothing(
+def test_what_means_nothing_for_the_weights_is_refused(
     make_settings: MakeSettings, sections: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):
         make_settings(**sections)
+
+
+def test_merged_adapters_are_published_as_a_whole_model_is(make_settings: MakeSettings) -> None:
+    lora = {"rank": 8}
+    settings = make_settings(actor={"lora": lora}, weights={"merge_adapters": True, "deltas": True})
+    assert (settings.actor.lora, settings.published_adapters) == (LoraSection(**lora), None)
+    assert make_settings(actor={"lora": lora}).published_adapters == LoraSection(**lora)

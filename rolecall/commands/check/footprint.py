@@ -93,7 +93,7 @@ def _rollouts(settings: RunSettings, facts: ModelFacts, weights: float) -> Itera
         )
     if settings.takes_shifts and rollout.devices:
         yield from _shifts(plan_shifts(settings, facts, gpu_memory_bytes()))
-    elif rollout.devices and settings.actor.lora is None:
+    elif rollout.devices and settings.published_adapters is None:
         left = (
             ""
             if cache

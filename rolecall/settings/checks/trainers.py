@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from rolecall.settings.run import RunSettings
 
 
-def check_deltas(settings: "RunSettings") -> None:
-    """ValueError where weights.deltas is set for adapters."""
-    if settings.weights.deltas and settings.actor.lora is not None:
+def check_weights(settings: "RunSettings") -> None:
+    """ValueError where weights.deltas is set for adapters, or weights.merge_adapters without."""
+    if settings.weights.merge_adapters and settings.actor.lora is None:
+        raise ValueError("weights.merge_adapters: the actor has no adapters; leave it out, or set actor.lora")
+    if settings.weights.deltas and settings.published_adapters is not None:
         raise ValueError(
             "weights.deltas: adapters are small and all of them change, so they travel whole; leave weights.deltas "
-            "or actor.lora out"
+            "or actor.lora out, or set weights.merge_adapters"
         )
 
 

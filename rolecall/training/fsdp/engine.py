@@ -45,7 +45,7 @@ from rolecall.training.model.box import local_part, whole
 from rolecall.training.model.compiled import compile_layers, compiling
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.logits.logprobs import Wanted
-from rolecall.training.model.lora import adapters_off, is_adapter, peft_name, prepare_adapters
+from rolecall.training.model.lora import adapters_off, prepare_adapters, weights_to_publish
 from rolecall.training.model.packed_model import PackedModel, PolicyModel, build_model, layers
 from rolecall.training.model.parameters import ParameterFiles
 from rolecall.training.model.prefixes import SharedPrefixes
@@ -256,14 +256,15 @@ class FsdpEngine:
         """
         self._shards.release()
         self.onload("parameters")
-        for name, parameter in self._model.hf.named_parameters():
+        parameters, options = dict(self._model.hf.named_parameters()), self._options
+
+        def gather(name: str, dtype: torch.dtype) -> torch.Tensor:
             self._progressed()
-            with torch.no_grad():
-                if self._options.lora is not None:
-                    if is_adapter(name):
-                        yield peft_name(name), whole(parameter.detach().to(self.dtype))
-                    continue
-                yield from self._conversion.to_checkpoint(name, whole(parameter.detach().to(self.dtype))).items()
+            return whole(parameters[name].detach().to(dtype))
+
+        yield from weights_to_publish(
+            parameters, gather, self._conversion, self.dtype, options.lora, merges=options.merges_adapters
+        )
 
     def snapshot(self) -> checkpoint.Snapshot:
         """EngineState.snapshot."""

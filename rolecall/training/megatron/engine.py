@@ -43,7 +43,7 @@ from rolecall.training.megatron.routers import Router
 from rolecall.training.megatron.weights import Weights
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.logits.logprobs import Wanted
-from rolecall.training.model.lora import checkpoint_name, is_adapter, peft_name, prepare_adapters
+from rolecall.training.model.lora import checkpoint_name, prepare_adapters, weights_to_publish
 from rolecall.training.model.packed_model import VALUE_HEAD, ValueModel, build_model
 from rolecall.training.model.parameters import ParameterFiles
 from rolecall.training.objective.routing import freeze_routers
@@ -223,16 +223,15 @@ class MegatronEngine:
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """TrainingEngine.named_weights."""
         self.onload("parameters")
-        for name in self._shapes:
+        options = self._options
+
+        def gather(name: str, dtype: torch.dtype) -> torch.Tensor:
             self._progressed()
-            if self._options.lora is not None and not is_adapter(name):
-                continue
-            with torch.no_grad():
-                whole = self._weights.gather(name, lambda parameter: parameter.detach(), self.dtype)
-            if self._options.lora is not None:
-                yield peft_name(name), whole
-            else:
-                yield from self._conversion.to_checkpoint(name, whole).items()
+            return self._weights.gather(name, lambda parameter: parameter.detach(), dtype)
+
+        yield from weights_to_publish(
+            self._shapes, gather, self._conversion, self.dtype, options.lora, merges=options.merges_adapters
+        )
 
     def snapshot(self) -> checkpoint.Snapshot:
         """EngineState.snapshot. What it costs is a copy to host memory, which is made here."""

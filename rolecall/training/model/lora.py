@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,6 +114,33 @@ def adapter_names(weight: str) -> tuple[str, str]:
 def merged(weight_OI: torch.Tensor, down_RI: torch.Tensor, up_OR: torch.Tensor, section: LoraSection) -> torch.Tensor:
     """The base's weight with its adapter added, in its own dtype; summed in float32 and rounded once."""
     return (weight_OI.float() + section.alpha / section.rank * (up_OR.float() @ down_RI.float())).to(weight_OI.dtype)
+
+
+def weights_to_publish(
+    names: Collection[str],
+    gather: Callable[[str, torch.dtype], torch.Tensor],
+    conversion: Conversion,
+    dtype: torch.dtype,
+    section: LoraSection | None,
+    *,
+    merges: bool,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a model whose parameters are `names`, in `dtype`, one at a time: without adapters all of them, by
+    their names in a model directory; else the adapters alone, by peft's names, or, where it `merges`, all with each
+    adapter added.
+
+    `gather` returns a whole parameter in a type; it is called in the same order on every rank.
+    """
+    for name in names:
+        if section is not None and not merges:
+            if is_adapter(name):
+                yield peft_name(name), gather(name, dtype)
+        elif not is_adapter(name):
+            weight, stored = gather(name, dtype), checkpoint_name(name)
+            down, up = adapter_names(stored)
+            if section is not None and down in names:
+                weight = merged(weight, gather(down, torch.float32), gather(up, torch.float32), section)
+            yield from conversion.to_checkpoint(stored, weight).items()
 
 
 def base_digest(files: ModelFiles, section: LoraSection) -> str:

@@ -70,6 +70,7 @@ def start_store_context(
         float32_logits=settings.model.head_dtype == "float32",
         optimizer=optimizer,
         lora=lora,
+        merges_adapters=settings.weights.merge_adapters,
         total_steps=total_steps,
         parallel=actor.parallel.model_copy(update=section.parallel.model_dump()),
         megatron=actor.megatron,

@@ -59,7 +59,7 @@ class DeviceShifts:
         self._locks = ShiftLocks(settings.run.dir) if settings.takes_shifts else None
         self._shift: Literal["none", "training", "publishing", "sampling", "scoring"] = "none"
         # The base of adapters comes from model.path, and nobody would send it.
-        self._level = 2 if settings.actor.lora is None else 1
+        self._level = 2 if settings.published_adapters is None else 1
         self._pause_mode = rollout_pb2.PAUSE_MODE_KEEP if settings.keeps_over_shifts else rollout_pb2.PAUSE_MODE_ABORT
         self._seconds = Metrics()
 
