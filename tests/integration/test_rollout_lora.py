@@ -23,6 +23,7 @@ from rolecall.wire import Array, decode_tensor
 from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
 from tests.integration.rollout_process import PROBE, RolloutProcess, check_sampled_from, group, rollout_process
 from tests.tiny_models import write_qwen3, write_qwen3_moe
+from tests.tiny_tokenizer import write_tokenizer
 
 pytestmark = [
     pytest.mark.thorough("test_what_is_published_is_an_adapter_that_makes_the_base_the_actors_model"),
@@ -186,13 +187,14 @@ def test_merged_adapters_serve_a_mixture_which_vllm_computes_with_adapters_on_gp
     one_rank: None, tmp_path: Path
 ) -> None:
     mixture = write_qwen3_moe(tmp_path / "mixture", vocab=288, head_dim=32, expert_hidden=64)
+    write_tokenizer(mixture)
     lora = LORA.model_copy(update={"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")})
     optimizer = OptimizerSection(learning_rate=1e-2)
     options = EngineOptions(
         path=mixture, head="policy", dtype="float32", optimizer=optimizer, lora=lora, merges_adapters=True
     )
     merging = FsdpEngine(options, device=CPU)
-    sections = {"actor": {"lora": lora.model_dump()}, "weights": {"merge_adapters": True}}
+    sections = {"actor": {"lora": lora.model_dump(mode="json")}, "weights": {"merge_adapters": True}}
     with rollout_process(tmp_path, mixture, **sections) as rollout:
         rollout.open_epoch()
         before = logprobs(merging, PROBE)
