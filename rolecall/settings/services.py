@@ -244,9 +244,8 @@ class WeightsSection(Section):
     would need the copies on GPUs.
     """
     merge_adapters: bool = False
-    """Publish the whole model with the adapters of actor.lora added to it, in place of the adapters, so that rollouts
-    compute no adapters and need not know them. A merged weight is rounded to model.dtype, which the actor's own passes
-    do not do.
+    """Publish the whole model with the adapters of actor.lora added to it, in place of these. Rollouts then compute no
+    adapters and need not know them. A merged weight is rounded to model.dtype, which the actor's own passes do not do.
     """
     bucket_timeout_s: PositiveFloat = 10.0
     """Deadline of one step of a transfer: of forming an epoch, which has MEETING_S_PER_RANK more for each rank, of one

@@ -24,7 +24,7 @@ from rolecall.v1 import reward_pb2
 from services.reward import catalog
 from services.reward.compose import compose, compose_spec
 from services.reward.config import RewardSettings
-from services.reward.pool import WORKER_DIED, WorkerPool
+from services.reward.pool import CPU_SPENT, WORKER_DIED, WorkerPool
 from services.reward.underway import Underway
 
 logger = logging.getLogger(__name__)
@@ -254,6 +254,8 @@ class Dispatcher:
 
 def _outcome(result: reward_pb2.ScoreResult) -> Outcome:
     match result.WhichOneof("outcome"):
+        case "error" if result.error.code == CPU_SPENT:  # bounds are of scorers of answers, and it has none
+            return Score(0.0)
         case "error":
             at_fault = result.error.code in _AT_FAULT
             return Failure(result.error.code, result.error.message, result.error.retryable, is_blamed=at_fault)

@@ -4,7 +4,8 @@ Owns the worker processes and the queue of tasks before them. A task is one item
 that is awaited on several items at the same time, or a group for one that compares. A `WorkerThread` per worker starts
 it, sends it a few tasks at a time, times the one it is on, and kills it when that one is late: that task alone fails
 with TIMEOUT, the others go back to the head of the queue. A worker that dies by itself fails the task it was on with
-WORKER_DIED. A batch is not failed but cut in two. Knows no gRPC and no reward arithmetic.
+WORKER_DIED, or with CPU_SPENT where its scorer bounds the CPU time of an item. A batch is not failed but cut in two.
+Knows no gRPC and no reward arithmetic.
 
 Bounds: MAX_QUEUED_TASKS wait (more are answered OVERLOADED at once); a worker holds at most MAX_TASKS. A task that
 waits is bounded by its call, whose callers may have left (underway.py): a cancelled call's tasks are skipped.
@@ -24,12 +25,14 @@ from rolecall.scoring.results import error_result
 from rolecall.settings import FunctionScorer
 from rolecall.v1 import reward_pb2
 from services.reward.catalog import LocalScorer, parted
-from services.reward.worker_process import WorkerProcess
+from services.reward.worker_process import CpuSpentError, WorkerProcess
 
 WORKER_DIED = "WORKER_DIED"
 """Code of an item whose worker ended while it was on it: killed from outside (worth another try), or by the item
 itself.
 """
+CPU_SPENT = "CPU_SPENT"
+"""Code of an item that took all the CPU time that its scorer allows."""
 AWAITED_GRACE_S = 5.0
 """Seconds past an item's own in which a worker that awaits several is to say which are late. Then one of them holds its
 event loop, or refuses to be cancelled, and the worker is killed.
@@ -303,6 +306,8 @@ class WorkerThread:
                     task.finish(results)
         except DeadlineError:
             self._is_to_blame(tasks, TIMEOUT, f"the scorer took longer than {tasks[0].timeout_s:g} s and was stopped")
+        except CpuSpentError:
+            self._fail([tasks.popleft()], CPU_SPENT, "the item took all its CPU time", retryable=False)
         except WorkerLostError as error:
             self._is_to_blame(
                 tasks, WORKER_DIED, f"the scorer's process ended while it scored the item ({error.message})"

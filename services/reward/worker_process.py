@@ -24,6 +24,10 @@ was started in.
 """
 
 
+class CpuSpentError(WorkerLostError):
+    """The worker took the CPU time that a scorer allows an item, and was ended by the kernel for it."""
+
+
 class WorkerProcess:
     """A `python -m services.reward.worker` in a process group and an environment of its own."""
 
@@ -68,8 +72,8 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def score(self, tasks: Sequence[tuple[int, bytes, float]]) -> Iterator[Sequence[reward_pb2.ScoreResult]]:
-        """Results of (component, serialized ScoreRequest, timeout in seconds), in order, as they come. DeadlineError
-        and WorkerLostError speak of the next one.
+        """Results of (component, serialized ScoreRequest, timeout in seconds), in order, as they come. DeadlineError,
+        CpuSpentError and WorkerLostError speak of the next one.
         """
         frames = b"".join(frame(payload, component) for component, payload, _ in tasks)
         for payload in self._exchange(frames, deque(timeout_s for _, _, timeout_s in tasks)):
@@ -141,4 +145,5 @@ class WorkerProcess:
 
     def _died(self, why: str) -> WorkerLostError:
         self.kill()
-        return WorkerLostError(f"{why}, exit status {self._process.returncode}")
+        lost = CpuSpentError if self._process.returncode == -signal.SIGPROF else WorkerLostError
+        return lost(f"{why}, exit status {self._process.returncode}")

@@ -528,6 +528,23 @@ async def test_an_item_that_hangs_holds_up_no_other_group_that_comes_again_witho
                 await asyncio.sleep(0.1)
 
 
+async def test_a_response_that_math_never_finishes_reading_has_no_answer_and_a_truth_of_that_kind_is_bad_data(
+    start_service: StartService,
+) -> None:
+    """Ended by CPU time, which a busy machine does not take from anybody: the deadline is never met by responses."""
+    address = await start_service(
+        told={"scorer": {"kind": "math"}, "timeout_s": 120.0, "max_attempts": 3},
+    )
+    tower, integral = r"so \boxed{9^{9^{9}}}", r"it is \boxed{\int_0^1 e^{-x^2}\sin(x^3)dx}"
+    async with client_of(address, timeout_s=240.0, max_attempts=1) as client:
+        outcomes = await client.score(items_of(tower, r"so \boxed{42}", integral, "0 1 " * 32_000, "41", truth="42"))
+    assert codes(outcomes) == ["ok"] * 5
+    assert [outcome.total for outcome in outcomes if isinstance(outcome, Score)] == [0.0, 1.0, 0.0, 0.0, 0.0]
+    address = await start_service(told={"scorer": {"kind": "math"}, "timeout_s": 3.0, "max_attempts": 1})
+    async with client_of(address, timeout_s=60.0, max_attempts=1) as client:
+        assert codes(await client.score(items_of("42", truth="9^{9^{9}}"))) == ["TIMEOUT"]
+
+
 async def test_a_killed_worker_loses_no_score(start_service: StartService, tmp_path: Path) -> None:
     address = await start_service(mine={**function("behave"), "max_attempts": 2})
     async with client_of(address, timeout_s=20.0) as client:

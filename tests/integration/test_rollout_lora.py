@@ -194,7 +194,7 @@ def test_merged_adapters_serve_a_mixture_which_vllm_computes_with_adapters_on_gp
         path=mixture, head="policy", dtype="float32", optimizer=optimizer, lora=lora, merges_adapters=True
     )
     merging = FsdpEngine(options, device=CPU)
-    sections = {"actor": {"lora": lora.model_dump(mode="json")}, "weights": {"merge_adapters": True}}
+    sections: dict[str, Any] = {"actor": {"lora": lora.model_dump(mode="json")}, "weights": {"merge_adapters": True}}
     with rollout_process(tmp_path, mixture, **sections) as rollout:
         rollout.open_epoch()
         before = logprobs(merging, PROBE)

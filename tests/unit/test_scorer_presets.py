@@ -5,6 +5,8 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from rolecall.errors import BadGroundTruthError
@@ -261,6 +263,19 @@ def test_an_instruction_is_checked(name: str, given: dict[str, Any], good: str, 
     assert followed(good, [name], [padded]) == [True]
     assert followed(bad, [name], [padded]) == [False]
     assert followed(" ", [name], [padded]) == [False]
+
+
+@given(st.text("[]<>\n a", max_size=40), st.integers(0, 4))
+def test_brackets_are_counted_as_patterns_find_them(text: str, num: int) -> None:
+    by_pattern = len(re.findall(r"\[.*?\]", text)) >= num
+    assert CHECKS["detectable_content:number_placeholders"](text, num_placeholders=num) == by_pattern
+    by_pattern = any(title.strip() for title in re.findall(r"<<([^\n]+?)>>", text))
+    assert CHECKS["detectable_format:title"](text) == by_pattern
+
+
+def test_endless_brackets_are_looked_through_once() -> None:
+    assert not CHECKS["detectable_content:number_placeholders"]("[" * 1_000_000, num_placeholders=1)
+    assert CHECKS["detectable_format:title"]("<<a>> " + "<" * 1_000_000)
 
 
 def test_every_instruction_of_the_settings_has_a_check_and_a_case() -> None:

@@ -99,7 +99,9 @@ def _nth_paragraph_begins(text: str, num_paragraphs: float, nth_paragraph: float
 
 
 def _num_placeholders(text: str, num_placeholders: float) -> bool:
-    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+    # each ends at the first ] behind a [ of its line; a pattern would look through a line once for each [
+    found = ("[" in part for line in text.split("\n") for part in line.split("]")[:-1])
+    return sum(found) >= num_placeholders
 
 
 def _postscript(text: str, postscript_marker: str) -> bool:
@@ -135,7 +137,8 @@ def _json(text: str) -> bool:
 
 
 def _title(text: str) -> bool:
-    return any(title.strip() for title in re.findall(r"<<([^\n]+?)>>", text))
+    lines = (line[: line.rfind(">>") + 2] for line in text.split("\n"))  # behind the last >> each << would be tried
+    return any(title.strip() for line in lines for title in re.findall(r"<<(.+?)>>", line))
 
 
 def _two_responses(text: str) -> bool:

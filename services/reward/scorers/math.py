@@ -4,6 +4,9 @@ nowhere else.
 
 import logging
 import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from math_verify import LatexExtractionConfig, parse, verify
 
@@ -11,6 +14,11 @@ from rolecall.errors import BadGroundTruthError
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that its timeouts are off
 
+CPU_S = 2.0
+"""CPU seconds to read a response and compare its answer; an ordinary one of 100,000 characters takes a fiftieth. One
+that takes more has no answer: sympy computes a tower of powers or an integral without end, and endless repetition is
+looked through again and again. CPU time is the response's doing; a deadline would also be missed on a busy machine.
+"""
 _MARKS = re.compile(r"\$|\\\(|\\\[|\\boxed")
 """What begins LaTeX in prose."""
 _MEASURE = re.compile(
@@ -27,16 +35,28 @@ def math_equal(response_text: str, ground_truth: str) -> tuple[float, str | None
     """1.0 when math-verify parses both and finds them equal, else 0.0; and the answer: what it reads from the response,
     as sympy writes it, None when it reads nothing. BadGroundTruthError when it cannot parse the ground truth.
 
-    Its own timeouts use signals and are off: the worker process that runs this is killed at the component's deadline
-    instead.
+    Its own timeouts use signals that Python hears between two steps only, and are off. A response that takes more than
+    CPU_S ends this process by SIGPROF, which the pool of workers takes for no answer (`CpuSpentError`); for a ground
+    truth there is the component's deadline alone, for no response is to blame.
     """
     truth = _parse_truth(ground_truth)
     if not truth:
         raise BadGroundTruthError(
             f"math-verify finds no expression in the ground truth {ground_truth[:200]!r}; correct the data set"
         )
-    found = _parse(response_text)
-    return float(verify(truth, found, timeout_seconds=None)), _written(found)
+    with _limited_cpu():
+        found = _parse(response_text)
+        return float(verify(truth, found, timeout_seconds=None)), _written(found)
+
+
+@contextmanager
+def _limited_cpu() -> Iterator[None]:
+    """Has the kernel end this process once what is inside has taken CPU_S of all its threads."""
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def _parse_truth(text: str) -> list[object]:
