@@ -51,6 +51,8 @@ def test_adapters_are_counted_from_the_shapes_and_alone_take_optimizer_and_disk(
     out = io.StringIO()
     assert find_problems(load_settings(config, [LORA]), out) == []
     assert "adapters: 0.00M parameters are trained, published and kept; the base stays as it is" in out.getvalue()
+    assert find_problems(load_settings(config, [LORA, "weights.merge_adapters=true"]), out) == []
+    assert "0.00M parameters are trained and kept; the base stays as it is, and published with them" in out.getvalue()
 
 
 def test_all_linear_is_every_matrix_of_the_language_model_that_may_have_an_adapter(config: Path) -> None:

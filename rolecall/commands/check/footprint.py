@@ -42,10 +42,9 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     yield from _moments(settings.actor.optimizer, optimized)
     yield from _gathered(settings, weights)
     if settings.actor.lora is not None:
-        yield (
-            f"  adapters: {actor.trained / 1e6:,.2f}M parameters are trained, published and kept; the base stays as "
-            "it is"
-        )
+        published = "trained, published and kept" if settings.published_adapters is not None else "trained and kept"
+        merged = "" if settings.published_adapters is not None else ", and published with them (weights.merge_adapters)"
+        yield f"  adapters: {actor.trained / 1e6:,.2f}M parameters are {published}; the base stays as it is{merged}"
     yield from _critic(settings, facts)
     if settings.shows_images and sees_images(settings.model.path):
         yield _pixels(settings, size)
