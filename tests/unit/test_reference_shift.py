@@ -46,7 +46,7 @@ def shift(make_settings: MakeSettings, references: dict[str, FakeReference], **s
         algorithm={"groups_per_batch": 2, **read_by},
         **sections,
     )
-    return ReferenceShift(settings, cast(Any, references), ctl=1)
+    return ReferenceShift(settings, cast(Any, references), ctl=1, is_ending=lambda: False)
 
 
 def group(rows: list[RowRef], *asked: tuple[str, str]) -> Any:
@@ -73,13 +73,15 @@ async def test_a_batch_is_cut_into_calls_and_the_rows_keep_their_order(make_sett
 
 
 async def test_a_reference_that_fails_after_a_long_pass_is_asked_again_and_one_that_stays_away_is_not(
-    make_settings: MakeSettings,
+    make_settings: MakeSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = FakeReference("ref", set(), seconds=1.0)
     scores = shift(make_settings, {"ref": reference}, controller={"stall_timeout_s": 0.9})
     reference.failures = [UnavailableError("it was killed")]
-    await scores.score([group([RowRef(id="0", num_tokens=1)], ("ref", ""))])
+    assert await scores.score([group([RowRef(id="0", num_tokens=1)], ("ref", ""))])
     assert reference.calls == [["0"]]
+    caplog.clear()
     reference.failures = [UnavailableError("it is gone")] * 100
     with pytest.raises(BudgetSpentError, match=r"reference ref was away for controller.stall_timeout_s.* it is gone"):
         await scores.score([group([RowRef(id="1", num_tokens=1)], ("ref", ""))])
+    assert len(caplog.records) == 1, caplog.text
