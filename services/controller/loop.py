@@ -323,12 +323,12 @@ class Loop:
         return results
 
     async def _publish(self) -> None:
-        shifts, ctl = self._parts.shifts, self._recovered.ctl
+        shifts, board, ctl = self._parts.shifts, self._parts.board, self._recovered.ctl
         await self._joiners.stop()
         await shifts.to_publishing(ctl)
-        self._parts.board.wait_for(f"the fleet to take the weights of step {self._step}", "publishing")
-        self._step_metrics.merge(await self._publisher.publish(self._step))
-        self._parts.board.published(self._step, self._publisher.policy_version)
+        board.wait_for(f"the fleet to take the weights of step {self._step}", "publishing")
+        self._step_metrics.merge(await self._publisher.publish(self._step, lambda: board.stop_requested))
+        board.published(self._publisher.published_step, self._publisher.policy_version)
         await shifts.to_sampling(ctl)
         self._step_metrics.merge(shifts.take_seconds())
         self._parts.board.states.enter("working")
