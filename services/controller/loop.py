@@ -283,9 +283,7 @@ class Loop:
         await parts.shifts.to_scoring(self._recovered.ctl)
         self._clock.lap("shift")
         parts.board.wait_for("the references on the shared devices to score the batch", "computing")
-        shift = ReferenceShift(
-            self._settings, parts.references, self._recovered.ctl, lambda: parts.board.stop_requested
-        )
+        shift = ReferenceShift(self._settings, parts.references, self._recovered.ctl, parts.board)
         has_scored = await shift.score(groups)
         self._at("references have scored")
         self._clock.lap("references")

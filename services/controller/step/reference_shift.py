@@ -12,13 +12,14 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rolecall.errors import BudgetSpentError, DeadlineError, UnavailableError
 from rolecall.settings import RunSettings
 from rolecall.v1 import training_pb2, trajectory_pb2
 from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
+from services.controller.board import RunBoard
 from services.controller.groups.assembly import ScoredGroup
 from services.controller.step.trainers import MOVE_TIMEOUT_S
 from services.controller.tasks import at_once
@@ -40,8 +41,10 @@ class ReferenceShift:
     settings: RunSettings
     references: Mapping[str, ReferenceServiceStub]
     ctl: int
-    is_ending: Callable[[], bool]
-    """Whether the run is asked to stop: then a reference that is away is not waited for."""
+    board: RunBoard
+    """Of a run that is asked to stop no reference that is away is waited for; of one that is paused without end, for
+    people may have taken it away.
+    """
 
     async def score(self, groups: Sequence[ScoredGroup]) -> bool:
         """Whether the references' columns are in the rows of `groups`; else the run is to stop, and one is away.
@@ -83,16 +86,18 @@ class ReferenceShift:
                 await self.references[name].ComputeLogprobs(request, timeout=timeout_s)
                 return True
             except (UnavailableError, DeadlineError) as error:
-                if self.is_ending():
+                if self.board.stop_requested:
                     return False
-                if math.isinf(give_up_at):
-                    give_up_at = time.monotonic() + patience_s  # from now: it may have computed until now
-                    logger.warning("reference %s is away and asked again until it answers: %s", name, error.message)
-                elif time.monotonic() >= give_up_at:
+                now = time.monotonic()
+                if now >= give_up_at and not self.board.paused:
                     raise BudgetSpentError(
                         f"reference {name} was away for controller.stall_timeout_s = {patience_s:.0f} s, and the batch "
                         f"waits for its columns; see its log: {error.message}"
                     ) from error
+                if math.isinf(give_up_at):
+                    logger.warning("reference %s is away and asked again until it answers: %s", name, error.message)
+                if math.isinf(give_up_at) or self.board.paused:
+                    give_up_at = now + patience_s  # from now: it may have computed until now
                 await asyncio.sleep(RETRY_PAUSE_S)
 
 
