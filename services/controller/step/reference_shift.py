@@ -42,8 +42,8 @@ class ReferenceShift:
     references: Mapping[str, ReferenceServiceStub]
     ctl: int
     board: RunBoard
-    """Of a run that is asked to stop no reference that is away is waited for; of one that is paused without end, for
-    people may have taken it away.
+    """Whether the run is asked to stop, when no reference that is away is waited for, or paused, when it is without
+    end: people may have taken it away.
     """
 
     async def score(self, groups: Sequence[ScoredGroup]) -> bool:
