@@ -38,7 +38,7 @@ class Joining:
         self, section: ControllerSection, shifts: Path | None = None, references: Collection[str] = ()
     ) -> None:
         """`shifts`: the run directory where rollouts and trainers share devices, each of which waits for its shift
-        before it loads: that time is not its own. `references`: the references that do so, too.
+        before it loads: it is not lost in that time. `references`: the references that do so, too.
         """
         self._section = section
         self._shifts = shifts
@@ -70,7 +70,8 @@ class Joining:
         for status in workers:
             start = running.get(status.worker)
             if start is not None and start.incarnation == status.incarnation not in self._told_at:
-                took_s = time.monotonic() - self._begun_at(start)
+                # with its wait for a shift, in which it imported: the next may begin in its shift, and import there
+                took_s = time.monotonic() - start.at
                 self._longest_start_s[status.worker] = max(took_s, self._longest_start_s.get(status.worker, 0.0))
             self._told_at[status.incarnation] = time.monotonic()
             is_ours = start is not None and status.incarnation == start.incarnation

@@ -56,9 +56,12 @@ async def _attempted(
         again = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, Failure) and outcome.retryable]
         if not again:
             break
+        # where none has a score, the scorer's own warning says so, once (peer.py), and many groups may be waiting
+        level = logging.WARNING if len(again) < len(items) else logging.DEBUG
         if takes_whole_groups():
             again = [index for group in groups_of(items) if not set(group).isdisjoint(again) for index in group]
-        logger.warning(
+        logger.log(
+            level,
             "%d of %d items have no score yet (attempt %d of %d): %s",
             len(again),
             len(items),

@@ -169,7 +169,10 @@ def connect(
     reached for `retry_s`, each attempt waiting `timeout_s` at most for a socket, its connection and its answer.
     """
     if section.url is None:
-        raise ConfigError("store.url is not set; the embedded store's URL is known once it runs (EmbeddedStore.start)")
+        raise ConfigError(
+            "store.url is not set, and no store of the run's own is there: start the role while `rolecall train` is "
+            "under way, by the config.yaml in its run.dir, or set store.url (ROLECALL_STORE_URL) to the run's server"
+        )
     connection = Connection(open_client(section.url.get_secret_value(), timeout_s), retry_s)
     try:
         if verify:

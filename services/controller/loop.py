@@ -222,8 +222,9 @@ class Loop:
         self._step_metrics = clock.waited(groups)
         self._step_metrics.merge(self._joiners.take_metrics())
         if parts.shifts.are_taken:
-            if batch.sealed is None and any(group.references for group in groups):
-                await self._ask_references(groups)
+            is_asked = batch.sealed is None and any(group.references for group in groups)
+            if is_asked and not await self._ask_references(groups):
+                return
             await parts.shifts.to_training(self._recovered.ctl)
             clock.lap("shift")
             await self._save_if_due()  # of the step before: not earlier, for the state was not on the devices
@@ -274,15 +275,19 @@ class Loop:
             reported, self._step_metrics = self._reported(results), Metrics()
             self._reports.begin(self._step, reported, groups)
 
-    async def _ask_references(self, groups: Sequence[ScoredGroup]) -> None:
-        """Has the references score that leave the shared devices otherwise. A sealed batch has their columns."""
+    async def _ask_references(self, groups: Sequence[ScoredGroup]) -> bool:
+        """Has the references score that leave the shared devices otherwise. A sealed batch has their columns. Whether
+        they did; else the run is to stop, and the batch is left to whoever resumes it.
+        """
         parts = self._parts
         await parts.shifts.to_scoring(self._recovered.ctl)
         self._clock.lap("shift")
         parts.board.wait_for("the references on the shared devices to score the batch", "computing")
-        await ReferenceShift(self._settings, parts.references, self._recovered.ctl).score(groups)
+        shift = ReferenceShift(self._settings, parts.references, self._recovered.ctl, parts.board)
+        has_scored = await shift.score(groups)
         self._at("references have scored")
         self._clock.lap("references")
+        return has_scored
 
     async def _compute(self, groups: Sequence[ScoredGroup]) -> None:
         """Has the trainers write the columns that are computed before the seal, where something reads them.
@@ -316,12 +321,12 @@ class Loop:
         return results
 
     async def _publish(self) -> None:
-        shifts, ctl = self._parts.shifts, self._recovered.ctl
+        shifts, board, ctl = self._parts.shifts, self._parts.board, self._recovered.ctl
         await self._joiners.stop()
         await shifts.to_publishing(ctl)
-        self._parts.board.wait_for(f"the fleet to take the weights of step {self._step}", "publishing")
-        self._step_metrics.merge(await self._publisher.publish(self._step))
-        self._parts.board.published(self._step, self._publisher.policy_version)
+        board.wait_for(f"the fleet to take the weights of step {self._step}", "publishing")
+        self._step_metrics.merge(await self._publisher.publish(self._step, lambda: board.stop_requested))
+        board.published(self._publisher.published_step, self._publisher.policy_version)
         await shifts.to_sampling(ctl)
         self._step_metrics.merge(shifts.take_seconds())
         self._parts.board.states.enter("working")

@@ -46,6 +46,7 @@ from rolecall.store.ledger import Ledger
 from rolecall.trajectory import seed_of
 from rolecall.v1 import controller_pb2 as pb
 from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
+from rolecall.weights.transferred import Transferred
 from services.controller import awaiting
 from services.controller.groups import group_scorer
 from services.controller.groups.prompts import PromptRenderer, PromptSequence
@@ -187,6 +188,32 @@ async def test_a_rollout_that_replaces_the_only_one_inside_a_step_gets_the_weigh
     assert balance(run) == (16, 16, 0, 0)
     check_trained_once(run.actor.trainer, 32)
     assert run.actor.trainer.publishes[:2] == [(0, 0), (0, 1)]
+
+
+class Unreceiving(ScriptedEngine):
+    """An engine that takes the first weights alone."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=200)
+        self.is_asked = asyncio.Event()
+
+    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
+        if policy_version:
+            self.is_asked.set()
+            await asyncio.Event().wait()  # bounded: by the end of the rollout
+        return await super().receive(epoch, policy_version, bucket_timeout_s)
+
+
+async def test_a_stop_waits_for_no_rollout_that_would_take_the_weights_and_saves_the_step(light_run: LightRun) -> None:
+    async with light_run(run={"num_steps": 50, "checkpoint_every_steps": 50}) as run, run.controller() as life:
+        engine = Unreceiving()
+        async with run.rollout("rollout-0", engine=engine):
+            async with asyncio.timeout(RUN_S):
+                await engine.is_asked.wait()
+        await life.shows(lambda status: any(worker.lost for worker in status.workers))
+        await life.stub.StopRun(pb.StopRunRequest(checkpoint=True))
+        await life.ends()
+    assert run.newest().step == 1
 
 
 async def test_a_pause_that_outlasts_the_stall_timeout_is_no_stall_after_restarts(

@@ -319,6 +319,21 @@ async def test_a_publish_that_nobody_ever_takes_ends_in_an_error_that_says_why(r
     lying.cancel()
 
 
+async def test_a_publish_waits_for_rollouts_until_the_run_is_to_end_and_reaches_those_that_live_then(
+    patient: Publishing,
+) -> None:
+    is_ending = False
+    publishing = asyncio.create_task(patient.publisher.publish(0, lambda: is_ending))
+    assert not (await asyncio.wait([publishing], timeout=0.5))[0]
+    is_ending = True
+    async with asyncio.timeout(30.0):
+        await publishing
+    assert patient.publisher.published_step == -1
+    await patient.rollout("rollout-0")
+    await patient.publisher.publish(0, lambda: is_ending)
+    assert serving(patient) == ["rollout-0"]
+
+
 async def test_a_publish_without_rollouts_says_so_after_the_stall_timeout(
     store: StoreUnderTest, tmp_path: Path
 ) -> None:

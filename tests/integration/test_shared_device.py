@@ -41,7 +41,7 @@ from tests.twins.device import (
     device_of,
     held_by,
 )
-from tests.twins.run import LightRun, TwinRun, balance, check_trained_once, served
+from tests.twins.run import RUN_S, LightRun, TwinRun, balance, check_trained_once, served
 from tests.twins.trainer import ActorTwin, ColumnTwin, Row, TrainerTwin
 from tests.waiting import until
 
@@ -338,6 +338,21 @@ async def test_a_reference_that_is_away_is_asked_again_and_one_that_stays_away_e
                     BudgetSpentError, match=r"reference ref was away for .*stall_timeout_s = 2 s.* gone"
                 ):
                     await life.ends()
+
+
+async def test_a_stop_waits_for_no_reference_that_is_away_and_saves_the_step_before(light_run: LightRun) -> None:
+    async with light_run(**scored(stall_timeout_s=RUN_S)) as run:
+        share(run)
+        async with run.controller() as life:
+            reference = await serve_reference(run)
+            async with run.rollout("rollout-0", engine=SharingEngine(run)):
+                await life.reaches(1)
+                reference.column_failures.extend([UnavailableError("it is gone")] * 1000)
+                await life.shows(lambda status: "references on the shared devices to score" in status.waiting_for)
+                await life.stub.StopRun(controller_pb2.StopRunRequest(checkpoint=True))
+                await life.ends()
+                stopped = await life.status()
+        assert (stopped.state, run.newest().step) == (controller_pb2.RUN_STATE_DONE, stopped.step)
 
 
 class Unanswering(SharingEngine):

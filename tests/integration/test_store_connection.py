@@ -62,6 +62,11 @@ def test_a_whole_life_of_a_group_works_on_a_plain_server_with_a_password(start_s
         connect(section(f"redis://:wrong@127.0.0.1:{port}"))
 
 
+def test_a_role_that_is_started_while_its_run_is_not_under_way_is_told_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"store\.url is not set.* while `rolecall train` is under way"):
+        connect(StoreSection())
+
+
 def test_a_default_user_without_rights_is_refused_for_its_transactions_may_not_be_replayed(
     start_server: StartServer, tmp_users: Callable[[str, str], Path]
 ) -> None:

@@ -73,6 +73,30 @@ def test_a_reference_waits_for_its_shift_where_it_takes_one(tmp_path: Path, monk
     locks.close()
 
 
+def test_what_a_process_imports_while_it_waits_for_its_shift_is_part_of_how_long_it_takes_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("rolecall.launcher.joining.time", clock)
+    joining = Joining(ControllerSection(start_timeout_s=10 * LIMIT_S), tmp_path, ["reference"])
+    locks = ShiftLocks(tmp_path)
+    with subprocess.Popen(["true"]) as process:
+        began = start_of("reference", process, clock.now)
+        assert locks.give_to("trainers")
+        clock.now += LIMIT_S
+        assert list(joining.judge([], {"reference": began}, 0.0, ())) == []
+        assert locks.give_to("references")
+        clock.now += 1.0  # to load, for all else was there
+        member = controller_pb2.WorkerStatus(worker="reference", incarnation=began.incarnation)
+        assert list(joining.judge([member], {"reference": began}, 0.0, ())) == []
+        again = replace(began, incarnation="another", at=clock.now)  # in its shift, with all before it
+        clock.now += 2 * LIMIT_S
+        assert list(joining.judge([], {"reference": again}, 0.0, ())) == []
+        clock.now += 2 * LIMIT_S
+        assert [name for name, _ in joining.judge([], {"reference": again}, 0.0, ())] == ["reference"]
+    locks.close()
+
+
 def test_a_worker_that_has_left_has_as_long_to_end_as_one_to_be_heard_of_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from rolecall.errors import BudgetSpentError, UnavailableError
 from rolecall.settings import RunSettings
 from rolecall.v1 import training_pb2
 from rolecall.v1.trajectory_pb2 import RowRef
+from services.controller.board import RunBoard
 from services.controller.step.reference_shift import BUDGETS_A_CALL, ReferenceShift
 
 MakeSettings = Callable[..., RunSettings]
@@ -46,7 +47,7 @@ def shift(make_settings: MakeSettings, references: dict[str, FakeReference], **s
         algorithm={"groups_per_batch": 2, **read_by},
         **sections,
     )
-    return ReferenceShift(settings, cast(Any, references), ctl=1)
+    return ReferenceShift(settings, cast(Any, references), ctl=1, board=RunBoard())
 
 
 def group(rows: list[RowRef], *asked: tuple[str, str]) -> Any:
@@ -73,13 +74,29 @@ async def test_a_batch_is_cut_into_calls_and_the_rows_keep_their_order(make_sett
 
 
 async def test_a_reference_that_fails_after_a_long_pass_is_asked_again_and_one_that_stays_away_is_not(
-    make_settings: MakeSettings,
+    make_settings: MakeSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = FakeReference("ref", set(), seconds=1.0)
     scores = shift(make_settings, {"ref": reference}, controller={"stall_timeout_s": 0.9})
     reference.failures = [UnavailableError("it was killed")]
-    await scores.score([group([RowRef(id="0", num_tokens=1)], ("ref", ""))])
+    assert await scores.score([group([RowRef(id="0", num_tokens=1)], ("ref", ""))])
     assert reference.calls == [["0"]]
+    caplog.clear()
     reference.failures = [UnavailableError("it is gone")] * 100
     with pytest.raises(BudgetSpentError, match=r"reference ref was away for controller.stall_timeout_s.* it is gone"):
         await scores.score([group([RowRef(id="1", num_tokens=1)], ("ref", ""))])
+    assert len(caplog.records) == 1, caplog.text
+
+
+async def test_a_paused_run_waits_for_its_reference_without_end_and_one_that_is_to_stop_not_at_all(
+    make_settings: MakeSettings,
+) -> None:
+    reference = FakeReference("ref", set())
+    scores = shift(make_settings, {"ref": reference}, controller={"stall_timeout_s": 0.9})
+    reference.failures = [UnavailableError("people mend it")] * 1000
+    scores.board.pause()
+    waiting = asyncio.create_task(scores.score([group([RowRef(id="0", num_tokens=1)], ("ref", ""))]))
+    assert not (await asyncio.wait([waiting], timeout=2.5))[0]
+    scores.board.stop(checkpoint=False, failure="")
+    async with asyncio.timeout(10.0):
+        assert not await waiting

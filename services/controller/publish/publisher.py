@@ -23,7 +23,7 @@ and those that serve go on. joiners.py says when.
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from rolecall.errors import DeadlineError, WorkerLostError
@@ -113,8 +113,9 @@ class PolicyPublisher:
             and all(rollout.policy_version == self._policy_version for rollout in rollouts)
         )
 
-    async def publish(self, step: int) -> Metrics:
-        """Brings the weights after `step` steps to every living rollout, attests them and lets the rollouts serve.
+    async def publish(self, step: int, is_ending: Callable[[], bool] = lambda: False) -> Metrics:
+        """Brings the weights after `step` steps to every living rollout, attests them and lets the rollouts serve. Does
+        nothing when no rollout lives and the run `is_ending`: whoever resumes it publishes again.
 
         WorkerLostError when no rollout took them, or a trainer died; DeadlineError after controller.stall_timeout_s;
         the actor's own failures are raised as they are.
@@ -123,7 +124,8 @@ class PolicyPublisher:
         num_failed, causes = 0, "none is alive"
         give_up_at = time.monotonic() + self._settings.controller.stall_timeout_s
         while num_failed < MAX_ATTEMPTS:
-            await self._fleet.wait_for_rollouts(1, give_up_at - time.monotonic())
+            if not await self._some_live(give_up_at, is_ending):
+                return Metrics()
             members = [rollout for rollout in self._fleet.rollouts() if rollout.consumer not in excluded]
             # they may be dying, or late: asked again until one takes the weights or the fleet gives them up
             if not members:
@@ -145,6 +147,18 @@ class PolicyPublisher:
                 ended_by = "weights.publish_timeout_s" if publish_s <= left_s else "controller.stall_timeout_s"
                 raise DeadlineError(f"publishing step {step} to {names} took longer than {ended_by}") from error
         raise WorkerLostError(f"no rollout took the weights of step {step}: {causes}")
+
+    async def _some_live(self, give_up_at: float, is_ending: Callable[[], bool]) -> bool:
+        """Whether a rollout lives, once one does or the run is to end. DeadlineError at `give_up_at`."""
+        joining = asyncio.create_task(self._fleet.wait_for_rollouts(1, give_up_at - time.monotonic()))
+        try:
+            while not joining.done() and not is_ending():
+                await asyncio.wait({joining}, timeout=self._settings.controller.heartbeat_s)
+            if joining.done():
+                joining.result()
+            return bool(self._fleet.rollouts())
+        finally:
+            await cancelled(joining)
 
     async def catch_up(self, members: Sequence[Rollout]) -> Metrics:
         """Brings the current version, which others serve, to `members`, attests it and lets them serve.

@@ -19,6 +19,7 @@ from rolecall.errors import BudgetSpentError, DeadlineError, UnavailableError
 from rolecall.settings import RunSettings
 from rolecall.v1 import training_pb2, trajectory_pb2
 from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
+from services.controller.board import RunBoard
 from services.controller.groups.assembly import ScoredGroup
 from services.controller.step.trainers import MOVE_TIMEOUT_S
 from services.controller.tasks import at_once
@@ -40,10 +41,14 @@ class ReferenceShift:
     settings: RunSettings
     references: Mapping[str, ReferenceServiceStub]
     ctl: int
+    board: RunBoard
+    """Whether the run is asked to stop, when no reference that is away is waited for, or paused, when it is without
+    end: people may have taken it away.
+    """
 
-    async def score(self, groups: Sequence[ScoredGroup]) -> None:
-        """The references' columns are in the rows of `groups` when this returns. DeviceFullError; BudgetSpentError when
-        one was away for controller.stall_timeout_s.
+    async def score(self, groups: Sequence[ScoredGroup]) -> bool:
+        """Whether the references' columns are in the rows of `groups`; else the run is to stop, and one is away.
+        DeviceFullError; BudgetSpentError when one was away for controller.stall_timeout_s.
         """
         asked: dict[str, dict[str, list[trajectory_pb2.RowRef]]] = defaultdict(lambda: defaultdict(list))
         for group in groups:
@@ -51,11 +56,11 @@ class ReferenceShift:
                 asked[name][prefix].extend(group.rows)
         users = [device for name in asked for device in self.settings.references[name].devices]
         shared = {device: asyncio.Lock() for device in users if users.count(device) > 1}
-        await at_once([self._score(name, columns, shared) for name, columns in asked.items()])
+        return all(await at_once([self._score(name, columns, shared) for name, columns in asked.items()]))
 
     async def _score(
         self, name: str, columns: Mapping[str, Sequence[trajectory_pb2.RowRef]], shared: Mapping[int, asyncio.Lock]
-    ) -> None:
+    ) -> bool:
         section = self.settings.references[name]
         gpus = sorted(shared.keys() & set(section.devices))
         async with contextlib.AsyncExitStack() as stack:
@@ -63,29 +68,36 @@ class ReferenceShift:
                 await stack.enter_async_context(shared[device])  # bounded: by the passes of the others
             for prefix, refs in columns.items():
                 for part in _cut(refs, BUDGETS_A_CALL * section.token_budget * section.num_ranks):
-                    await self._ask(name, prefix, part)
+                    if not await self._ask(name, prefix, part):
+                        return False
             if gpus:
                 with contextlib.suppress(UnavailableError, DeadlineError):  # one that is gone holds nothing
                     await self.references[name].Offload(
                         training_pb2.OffloadRequest(ctl=self.ctl), timeout=MOVE_TIMEOUT_S
                     )
+        return True
 
-    async def _ask(self, name: str, prefix: str, refs: Sequence[trajectory_pb2.RowRef]) -> None:
+    async def _ask(self, name: str, prefix: str, refs: Sequence[trajectory_pb2.RowRef]) -> bool:
         request = training_pb2.ComputeColumnRequest(ctl=self.ctl, rows=refs, prefix=prefix)
         timeout_s, patience_s = self.settings.actor.compute_timeout_s, self.settings.controller.stall_timeout_s
         give_up_at = math.inf
         while True:
             try:
                 await self.references[name].ComputeLogprobs(request, timeout=timeout_s)
-                return
+                return True
             except (UnavailableError, DeadlineError) as error:
-                give_up_at = min(give_up_at, time.monotonic() + patience_s)  # it may have computed until now
-                if time.monotonic() >= give_up_at:
+                if self.board.stop_requested:
+                    return False
+                now = time.monotonic()
+                if now >= give_up_at and not self.board.paused:
                     raise BudgetSpentError(
                         f"reference {name} was away for controller.stall_timeout_s = {patience_s:.0f} s, and the batch "
                         f"waits for its columns; see its log: {error.message}"
                     ) from error
-                logger.warning("reference %s is away, asking again: %s", name, error.message)
+                if math.isinf(give_up_at):
+                    logger.warning("reference %s is away and asked again until it answers: %s", name, error.message)
+                if math.isinf(give_up_at) or self.board.paused:
+                    give_up_at = now + patience_s  # from now: it may have computed until now
                 await asyncio.sleep(RETRY_PAUSE_S)
 
 
