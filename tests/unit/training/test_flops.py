@@ -33,7 +33,7 @@ from transformers import (
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection
 from rolecall.training.account.flops import AttentionCost, CostModel, ModelFlops, count_flops
-from rolecall.training.model.attention import NAME
+from rolecall.training.model.attention.packed import NAME
 from rolecall.training.model.lora import add_adapters
 from rolecall.training.model.packed_model import Head, PackedModel, PolicyModel, build_model
 
