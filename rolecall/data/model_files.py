@@ -27,6 +27,12 @@ _RECURRENT = ("qwen3_next", *QWEN3_5_TEXT)
 """Values of model_type of models with recurrent layers."""
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 """Values of model_type whose language model can be saved, and trained, alone."""
+_DEQUANTIZED = (
+    "make a copy in bfloat16, which transformers does: AutoModelForCausalLM.from_pretrained(..., "
+    'quantization_config=Mxfp4Config(dequantize=True), dtype="bfloat16").save_pretrained(..., '
+    "save_original_format=False), with the tokenizer beside it"
+)
+"""Remedy for gpt-oss as its publisher gives it. Without save_original_format=False the copy would lack its experts."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which architectures keep the number of experts of a layer."""
 EXPERTS = ".experts."
@@ -167,10 +173,8 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
     quantization = config.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        raise ConfigError(
-            f"{where} is quantized ({method}), and quantized weights cannot be trained; use the model in bfloat16 "
-            "or float32"
-        )
+        remedy = _DEQUANTIZED if method == "mxfp4" else "use the model in bfloat16 or float32"
+        raise ConfigError(f"{where} is quantized ({method}), and quantized weights cannot be trained; {remedy}")
     heads, keys, hidden = (text.get(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     if isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
         raise ConfigError(
