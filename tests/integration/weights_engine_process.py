@@ -1,6 +1,6 @@
 """A vLLM engine that takes publishes, good and planted-bad ones, and prints what came of each as one JSON document.
 
-    python -m tests.integration.weights_engine_process dense|tied|moe|sinks|worker|workers|sink_workers|sink_stages|stages DIRECTORY
+    python -m tests.integration.weights_engine_process SCENARIO DIRECTORY
 
 Owns nothing but the scenarios: the tests say what should come of them. One start of the engine (some 10 s) serves them
 all. It runs in this process; that of the last five in processes of its own, and waits to be killed at the end. Every

@@ -17,6 +17,7 @@ from transformers import (
     FalconH1Config,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     JetMoeConfig,
     LlamaConfig,
     MiniMaxConfig,
@@ -67,6 +68,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "experts as wide as the MLP": MixtralConfig(
         **SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "experts with biases, heads with sinks": GptOssConfig(
+        **SIZES, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4
     ),
     "latent attention, routed and shared experts": DeepseekV3Config(
         **SIZES,
