@@ -212,6 +212,10 @@ def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.pa
             f"{setting} {path} is a model of text and images, whose matrices and sequences ranks do not share: set "
             "parallel.tensor and parallel.sequence to 1, and raise num_ranks"
         )
+    if text.get("model_type") == "gpt_oss" and tensor > 1:
+        raise ConfigError(
+            f"{setting} {path} is a gpt-oss, whose matrices transformers has no plan to cut: set parallel.tensor to 1"
+        )
     if has_recurrent_layers(text) and (tensor > 1 or sequence > 1):
         raise ConfigError(
             f"{setting} {path} has recurrent layers, which ranks do not share: set parallel.tensor and "

@@ -156,7 +156,13 @@ def test_graphs_hold_no_number_on_the_host(models: dict[str, Path], way: str, mo
     assert not [each for each in given if each.dim() == 0]
 
 
-@pytest.mark.parametrize("kind", ["moe", "sinks"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "moe",
+        pytest.param("sinks", marks=pytest.mark.thorough("test_what_moves_activations_is_not_compiled_with_them")),
+    ],
+)
 def test_what_moves_activations_is_not_compiled_with_them(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

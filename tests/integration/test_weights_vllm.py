@@ -97,12 +97,14 @@ def test_a_mixture_of_experts_in_buckets_smaller_than_a_layer_is_exact_after_eve
     assert is_exact(moe["second"]), moe["second"]
 
 
+@pytest.mark.thorough("test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish")
 def test_fused_experts_with_biases_and_sinks_are_exact_after_every_publish(sinks: Outcomes) -> None:
     for name in ("first", "second", "whole", "delta", "healed"):
         assert is_exact(sinks[name]), (name, sinks[name])
     assert sinks["delta"]["wire_share"] < 0.03
 
 
+@pytest.mark.thorough("test_parameters_that_the_actor_does_not_export_are_caught_by_coverage_and_named")
 def test_missing_sinks_and_biases_of_experts_are_caught_by_coverage_and_named(sinks: Outcomes) -> None:
     assert sinks["not exported"]["error"][0] == "TornWeightsError"
     assert "model.layers.0.attn.sinks got 0 of 4 elements" in sinks["not exported"]["error"][1]
