@@ -362,6 +362,12 @@ async def stages(bench: Bench) -> None:
     await bench.publish("healed", 1)
 
 
+async def sink_stages(bench: Bench) -> None:
+    """Two stages of a model with sinks."""
+    await bench.engine.collective_rpc("make_stage_buffers")
+    await workers(bench)
+
+
 SCENARIOS: dict[str, tuple[Callable[[Bench], Awaitable[None]], str, int, dict[str, int]]] = {
     "dense": (dense, "dense", 16 * 2**20, {}),
     "tied": (tied, "tied", 30_000, {}),
@@ -370,7 +376,7 @@ SCENARIOS: dict[str, tuple[Callable[[Bench], Awaitable[None]], str, int, dict[st
     "worker": (workers, "dense", 30_000, {"tensor_parallel_size": 1}),
     "workers": (workers, "dense", 30_000, {"tensor_parallel_size": 2}),
     "sink_workers": (workers, "sinks", 20_000, {"tensor_parallel_size": 2}),
-    "sink_stages": (workers, "sinks", 20_000, {"pipeline_parallel_size": 2}),
+    "sink_stages": (sink_stages, "sinks", 20_000, {"pipeline_parallel_size": 2}),
     "stages": (stages, "tied", 30_000, {"pipeline_parallel_size": 2}),
 }
 """What is played, on which kind of model, in buckets of how many bytes, and the layout of an engine of its own."""
