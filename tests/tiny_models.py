@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForTokenClassification,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
@@ -147,6 +149,50 @@ def write_qwen3_next(path: Path, *, vocab: int = 288, seed: int = 0) -> Path:
         bos_token_id=None,
     )
     _drawn(Qwen3NextForCausalLM, config, seed).save_pretrained(path)
+    write_tokenizer(path)
+    return path
+
+
+def write_gpt_oss(
+    path: Path, *, vocab: int = 288, seed: int = 0, num_layers: int = 2, window: int = 8, head_dim: int = 32
+) -> Path:
+    """A random gpt-oss of four experts, two active, every other layer in a window: sinks and biases as large as scores,
+    and an expert whose gate meets its clamp; its tokenizer beside it. Returns `path`.
+    """
+    config = GptOssConfig(
+        vocab_size=vocab,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=window,
+        initializer_range=0.1,
+        max_position_embeddings=512,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+        eos_token_id=EOS_TOKEN_ID,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    model = _drawn(GptOssForCausalLM, config, seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "sinks")):
+                parameter.add_((0.3 * torch.arange(parameter.numel())).sin().view_as(parameter))
+            if name.endswith("gate_up_proj_bias"):
+                parameter[0, :4] *= 14
+    model.save_pretrained(path)
     write_tokenizer(path)
     return path
 

@@ -43,6 +43,7 @@ def check_engine(settings: RunSettings) -> None:
     _check_split(settings.model.path, settings.rollout.tensor_parallel_size)
     _check_stages(settings.model.path, settings.rollout.pipeline_parallel_size)
     _check_images(settings.model.path)
+    _check_gpt_oss(settings.model.path, "model.path")
     if settings.rollout.devices:
         _check_gpus(settings)
     else:
@@ -53,6 +54,7 @@ def check_server(section: ModelServer, path: Path, setting: str) -> None:
     """ConfigError when vLLM cannot serve the model at `path` as `section` says, which is `setting` in the file."""
     check_engine_arguments(section.engine, f"{setting}.engine")
     _check_split(path, section.tensor_parallel_size, setting)
+    _check_gpt_oss(path, f"{setting}.model")
     if not section.devices:
         _check_cpu_attention(path, section.engine.get("block_size"), f"{setting}.model", setting)
 
@@ -97,6 +99,30 @@ def _check_images(path: Path) -> None:
         raise ConfigError(
             f"model.path {path} is a model of text and images, whose processor in vLLM needs torchvision, which is not "
             "installed; install the version that fits torch (docs/images.md says how on CPUs)"
+        )
+
+
+def _check_gpt_oss(path: Path, model: str) -> None:
+    """ConfigError when the model at `path`, which `model` names, is a gpt-oss of other numbers than vLLM's code has
+    written in it.
+    """
+    text = text_config(path)
+    if text.get("model_type") != "gpt_oss":
+        return
+    kinds, rope = text.get("layer_types"), text.get("rope_parameters") or text.get("rope_scaling") or {}
+    alternating = [("sliding_attention", "full_attention")[layer % 2] for layer in range(len(kinds or ()))]
+    wrong = {
+        "swiglu_limit": text.get("swiglu_limit", 7.0) != 7.0,
+        "swiglu_alpha": text.get("swiglu_alpha", 1.702) != 1.702,
+        "rms_norm_eps": text.get("rms_norm_eps", 1e-5) != 1e-5,
+        "attention_bias": not text.get("attention_bias", True),
+        "layer_types": kinds is not None and kinds != alternating,
+        "rope_parameters": bool(rope) and (rope.get("rope_type") or rope.get("type")) != "yarn",
+    }
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        raise ConfigError(
+            f"{model} {path}: vLLM computes a gpt-oss with {name} as its publisher has it, and not {text.get(name)} of "
+            "config.json; use a model of that kind"
         )
 
 

@@ -27,6 +27,12 @@ _RECURRENT = ("qwen3_next", *QWEN3_5_TEXT)
 """Values of model_type of models with recurrent layers."""
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 """Values of model_type whose language model can be saved, and trained, alone."""
+_DEQUANTIZED = (
+    "make a copy in bfloat16, which transformers does: AutoModelForCausalLM.from_pretrained(..., "
+    'quantization_config=Mxfp4Config(dequantize=True), dtype="bfloat16").save_pretrained(..., '
+    "save_original_format=False), with the tokenizer beside it"
+)
+"""Remedy for gpt-oss as its publisher gives it. Without save_original_format=False the copy would lack its experts."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which architectures keep the number of experts of a layer."""
 EXPERTS = ".experts."
@@ -167,10 +173,8 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
     quantization = config.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        raise ConfigError(
-            f"{where} is quantized ({method}), and quantized weights cannot be trained; use the model in bfloat16 "
-            "or float32"
-        )
+        remedy = _DEQUANTIZED if method == "mxfp4" else "use the model in bfloat16 or float32"
+        raise ConfigError(f"{where} is quantized ({method}), and quantized weights cannot be trained; {remedy}")
     heads, keys, hidden = (text.get(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     if isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
         raise ConfigError(
@@ -207,6 +211,10 @@ def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.pa
         raise ConfigError(
             f"{setting} {path} is a model of text and images, whose matrices and sequences ranks do not share: set "
             "parallel.tensor and parallel.sequence to 1, and raise num_ranks"
+        )
+    if text.get("model_type") == "gpt_oss" and tensor > 1:
+        raise ConfigError(
+            f"{setting} {path} is a gpt-oss, whose matrices transformers has no plan to cut: set parallel.tensor to 1"
         )
     if has_recurrent_layers(text) and (tensor > 1 or sequence > 1):
         raise ConfigError(

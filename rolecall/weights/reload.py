@@ -1,27 +1,34 @@
 """A whole model into the running vLLM engine: its layerwise reload, the proof that every parameter was written, and the
-repairs that the reload needs on CPUs.
+repairs that the reload needs: on CPUs, and for gpt-oss.
 
 Like the receiver it runs in vLLM's worker. The adapter's counterpart is adapter.py.
 """
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from vllm.config import ModelConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM, OAIAttention
 
 from rolecall.errors import TornWeightsError
 from rolecall.weights.coverage import Coverage
 from rolecall.weights.transfer import Reception
 
 logger = logging.getLogger(__name__)
+
+_FUSED = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<part>(gate_up|down)_proj(_bias)?)")
+"""Names of gpt-oss' tensors of all experts of a layer, the first dimension counting them."""
+_SINKS = re.compile(r".*\.layers\.(?P<layer>\d+)\.self_attn\.sinks")
 
 
 def load_model(model: torch.nn.Module, config: ModelConfig, device: torch.device, reception: Reception) -> list[str]:
@@ -36,9 +43,13 @@ def load_model(model: torch.nn.Module, config: ModelConfig, device: torch.device
         for name, parameter in model.named_parameters(remove_duplicate=False)
     )
     failure: Exception | None = None
+    sinks: dict[int, torch.Tensor] = {}
     whole = False
     try:
         for named in reception:
+            sinks |= {
+                int(found["layer"]): tensor.clone() for name, tensor in named if (found := _SINKS.fullmatch(name))
+            }
             if failure is None:
                 failure = _load_bucket(model, named, coverage)
         missing = coverage.missing_of_tied(tied)
@@ -51,6 +62,7 @@ def load_model(model: torch.nn.Module, config: ModelConfig, device: torch.device
         with _without_false_alarms():
             finalize_layerwise_reload(model, config)
     _repack_tied_heads(model, tied)
+    _write_sinks(model, sinks)
     return coverage.unread()
 
 
@@ -58,9 +70,10 @@ def _load_bucket(model: torch.nn.Module, named: list[tuple[str, torch.Tensor]], 
     """Loads one bucket; what vLLM's loaders raise (any type) is returned, so that the remaining buckets are taken off
     the channel and no peer has to wait for this worker.
     """
+    given = _one_by_one(named) if isinstance(model, GptOssForCausalLM) else named
     try:
         with coverage.watch(named):
-            model.load_weights(named)  # type: ignore[operator]  # every model of vLLM has it
+            model.load_weights(given)  # type: ignore[operator]  # every model of vLLM has it
     except Exception as error:  # an edge: vLLM's loaders raise whatever they like
         logger.exception("loading %s .. %s failed", named[0][0], named[-1][0])
         return error
@@ -134,3 +147,29 @@ def _repack_tied_heads(model: torch.nn.Module, tied: list[list[str]]) -> None:
             and module.weight.device.type == "cpu"
         ):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _one_by_one(named: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Repair 3: vLLM's gpt-oss copies tensors of all experts straight into its parameters, which have no memory in a
+    reload; of one expert each it loads as other mixtures do.
+    """
+    parts: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in named:
+        fused = _FUSED.fullmatch(name)
+        parts += (
+            [(name, tensor)]
+            if fused is None
+            else [(f"{fused['layer']}.{index}.{fused['part']}", part) for index, part in enumerate(tensor)]
+        )
+    return parts
+
+
+def _write_sinks(model: torch.nn.Module, sinks: dict[int, torch.Tensor]) -> None:
+    """Repair 4: gpt-oss' sinks are copied in the same way, and attention may have a copy of its own in another dtype.
+    Each worker has those of its heads, of its stage's layers.
+    """
+    for module in model.modules():
+        if isinstance(module, OAIAttention):
+            part = sinks[module.layer_idx].chunk(module.num_attention_heads // module.num_local_attention_heads)
+            for kept in (module.sinks, module.attn.impl.sinks):
+                kept.data.copy_(part[get_tensor_model_parallel_rank()])

@@ -24,6 +24,7 @@ Drawn = tuple[list[Shape], int]
 """Of a mini-batch's rows, and the seed of what is in them."""
 VOCAB = 150
 MODELS = ["dense", "tied", "moe"]
+"""Those that take every layout."""
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 OBJECTIVES: list[tuple[Objective, Aggregation]] = [("policy", kind) for kind in AGGREGATIONS] + [
     ("value", "token_mean"),

@@ -2,7 +2,7 @@
 saving memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from rolecall.errors import ConfigError
@@ -20,7 +20,7 @@ from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row
 from tests.integration.exact_ranks import Answer, Job, Rank, Ranks, combine, living_ranks, write_rows
-from tests.tiny_models import write_qwen3, write_qwen3_moe
+from tests.tiny_models import write_gpt_oss, write_qwen3, write_qwen3_moe
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("one_rank")]
 
@@ -79,9 +79,13 @@ def assert_same(ours: tuple[Answer, dict[str, torch.Tensor]], theirs: tuple[Answ
         torch.testing.assert_close(ours[1][name], expected, rtol=1e-5, atol=1e-6 * largest)
 
 
-def test_one_unsplit_batch_has_the_loss_and_gradients_of_transformers(model: Path, job: Job) -> None:
-    answer, gradients = alone(job)
-    network = Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
+@pytest.mark.parametrize(("write", "kind"), [(write_qwen3_moe, "gate"), (write_gpt_oss, "router")])
+def test_one_unsplit_batch_has_the_loss_and_gradients_of_transformers(
+    job: Job, tmp_path: Path, write: Callable[..., Path], kind: str
+) -> None:
+    model = write(tmp_path / "model", vocab=150)
+    answer, gradients = alone(replace(job, model=str(model)))
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
     per_layer: list[list[torch.Tensor]] = [[], []]
     likelihood, num_tokens = torch.zeros(()), 0
     for row in make_rows():  # one by one, without padding
@@ -100,7 +104,7 @@ def test_one_unsplit_batch_has_the_loss_and_gradients_of_transformers(model: Pat
     loss = -likelihood / num_tokens + BALANCE * balance + Z * z
     assert answer.losses[0] == pytest.approx(loss.item(), rel=1e-6)
     loss.backward()
-    router = "model.layers.1.mlp.gate.weight"
+    router = f"model.layers.1.mlp.{kind}.weight"
     expected = network.get_parameter(router).grad
     assert expected is not None
     torch.testing.assert_close(gradients[router], expected, rtol=1e-4, atol=1e-6)
@@ -174,6 +178,16 @@ def test_frozen_routers_are_what_they_were_after_steps_with_decay(model: Path, j
     Rank().answer(replace(job, options={"routers": True, "freeze_routers": True}, optimizer=optimizer, num_steps=2))
     before, after = load_file(model / "model.safetensors"), load_file(Path(job.out) / "weights.safetensors")
     assert {name for name, tensor in before.items() if torch.equal(after[name], tensor)} == FROZEN
+
+
+def test_routers_with_biases_are_frozen_whole(job: Job, tmp_path: Path) -> None:
+    model = write_gpt_oss(tmp_path / "model", vocab=150)
+    frozen = replace(job, model=str(model), options={"freeze_routers": True}, moe=None)
+    Rank().answer(replace(frozen, optimizer={"learning_rate": 1e-2, "weight_decay": 0.1}, num_steps=2))
+    before, after = load_file(model / "model.safetensors"), load_file(Path(job.out) / "weights.safetensors")
+    assert {name for name, tensor in before.items() if torch.equal(after[name], tensor)} == {
+        f"model.layers.{layer}.mlp.router.{part}" for layer in range(2) for part in ("weight", "bias")
+    }
 
 
 def test_a_model_without_routers_refuses_the_settings(tmp_path: Path) -> None:

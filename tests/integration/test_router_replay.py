@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
     MixtralConfig,
     PretrainedConfig,
     Qwen2MoeConfig,
@@ -176,6 +177,7 @@ ARCHITECTURES: dict[str, PretrainedConfig] = {
         **SIZES, num_experts=6, moe_intermediate_size=12, shared_expert_intermediate_size=20
     ),
     "experts as wide as the MLP": MixtralConfig(**SIZES, num_local_experts=6),
+    "routers with biases": GptOssConfig(**SIZES, head_dim=8, num_local_experts=6, sliding_window=4),
 }
 
 

@@ -40,7 +40,7 @@ from tests.integration.exact_bench import (
     shapes,
 )
 from tests.integration.exact_ranks import LENGTH, Objective, Ranks, living_ranks
-from tests.tiny_models import write_qwen3, write_qwen3_5, write_qwen3_moe
+from tests.tiny_models import write_gpt_oss, write_qwen3, write_qwen3_5, write_qwen3_moe
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("one_rank")]
 
@@ -60,6 +60,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
         "dense": write_qwen3(root / "dense", hidden=32, heads=4, kv_heads=2, vocab=VOCAB),
         "tied": write_qwen3(root / "tied", hidden=32, heads=4, kv_heads=4, tied=True, vocab=VOCAB),
         "moe": write_qwen3_moe(root / "moe"),
+        "sinks": write_gpt_oss(root / "sinks", vocab=VOCAB, head_dim=16),
         "recurrent": write_qwen3_5(root / "recurrent"),
     }
     return Bench(models, tmp_path_factory.mktemp("bench"))
@@ -71,7 +72,7 @@ STEADY: dict[str, Any] = {"deadline": None, "derandomize": True, "suppress_healt
 
 @settings(max_examples=20, **STEADY)
 @given(
-    kind=st.sampled_from(MODELS),
+    kind=st.sampled_from([*MODELS, "sinks"]),
     drawn=shapes(),
     objective=st.sampled_from(OBJECTIVES),
     token_budget=st.integers(8, 80),
@@ -283,7 +284,7 @@ def oracle_loss(
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("kind", [*MODELS, "recurrent"])
+@pytest.mark.parametrize("kind", [*MODELS, "recurrent", "sinks"])
 def test_gradients_are_those_of_hugging_face_one_sequence_at_a_time(
     bench: Bench, kind: str, aggregation: Aggregation
 ) -> None:
@@ -332,9 +333,12 @@ def oracle_training(
 
 
 LAYOUTS_OF = {kind: LAYOUTS[index :: len(MODELS)] for index, kind in enumerate(MODELS)} | {
-    "recurrent": [Layout(2, {}), Layout(4, {"replicate": 2})]
+    "recurrent": [Layout(2, {}), Layout(4, {"replicate": 2})],
+    "sinks": [Layout(2, {"sequence": 2}), Layout(4, {"sequence": 4}), Layout(4, {"replicate": 2})],
 }
-"""Ranks of a recurrent model have whole sequences and matrices; each of the others takes a third of the layouts."""
+"""Ranks of a recurrent model have whole sequences and matrices, and of one with sinks, for which transformers has no
+plan, whole matrices; each of the others takes a third of the layouts.
+"""
 
 
 @pytest.mark.thorough("test_one_rank_trains_like_hugging_face_with_adamw")
@@ -343,7 +347,10 @@ def test_several_steps_are_those_of_hugging_face_with_adamw_on_one_rank_and_on_m
     bench: Bench, ranks: dict[int, Ranks], kind: str, tmp_path: Path
 ) -> None:
     rows, temperatures = make_rows(bench, kind, (SHAPE, 7))
-    saving = {"gradient_checkpointing": kind in ("tied", "recurrent"), "activation_offload": kind == "moe"}
+    saving = {
+        "gradient_checkpointing": kind in ("tied", "recurrent", "sinks"),
+        "activation_offload": kind in ("moe", "sinks"),
+    }
     job = bench.job(
         kind, rows, temperatures, token_budget=40, optimizer=ADAMW.model_dump(), num_steps=len(RATES), options=saving
     )

@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText
 from rolecall.settings import LoraSection, ParallelSection
 from rolecall.training.engine import TokenOutputs, ValueOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
-from rolecall.training.model.attention import plan_attention
+from rolecall.training.model.attention.packed import plan_attention
 from rolecall.training.model.packed_model import build_model
 from rolecall.training.objective.objectives import SftObjective, ValueObjective
 from rolecall.training.packing.pack import Row, local_counts, unpack

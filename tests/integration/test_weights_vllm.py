@@ -60,6 +60,12 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return _play("moe", tmp_path_factory.mktemp("moe"))
 
 
+@pytest.fixture(scope="module")
+def sinks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Outcomes of a gpt-oss."""
+    return _play("sinks", tmp_path_factory.mktemp("sinks"))
+
+
 def is_exact(outcome: dict[str, Any]) -> bool:
     """Every fingerprint, every greedy token and every logprob as it should be."""
     return bool(
@@ -89,6 +95,20 @@ def test_a_tied_engine_is_exact_after_every_publish(tied: Outcomes) -> None:
 def test_a_mixture_of_experts_in_buckets_smaller_than_a_layer_is_exact_after_every_publish(moe: Outcomes) -> None:
     assert is_exact(moe["first"]), moe["first"]
     assert is_exact(moe["second"]), moe["second"]
+
+
+@pytest.mark.thorough("test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish")
+def test_fused_experts_with_biases_and_sinks_are_exact_after_every_publish(sinks: Outcomes) -> None:
+    for name in ("first", "second", "whole", "delta", "healed"):
+        assert is_exact(sinks[name]), (name, sinks[name])
+    assert sinks["delta"]["wire_share"] < 0.03
+
+
+@pytest.mark.thorough("test_parameters_that_the_actor_does_not_export_are_caught_by_coverage_and_named")
+def test_missing_sinks_and_biases_of_experts_are_caught_by_coverage_and_named(sinks: Outcomes) -> None:
+    assert sinks["not exported"]["error"][0] == "TornWeightsError"
+    assert "model.layers.0.attn.sinks got 0 of 4 elements" in sinks["not exported"]["error"][1]
+    assert "w13_bias got 0 of 512 elements" in sinks["not exported"]["error"][1]
 
 
 def test_an_engine_is_exact_after_what_changed_and_after_a_change_of_everything(dense: Outcomes) -> None:
@@ -158,7 +178,10 @@ def test_an_actor_that_is_late_to_say_what_it_sends_leaves_the_weights_whole(den
 
 
 @pytest.mark.thorough("test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish")
-@pytest.mark.parametrize(("scenario", "num_workers"), [("worker", 1), ("workers", 2), ("stages", 2)])
+@pytest.mark.parametrize(
+    ("scenario", "num_workers"),
+    [("worker", 1), ("workers", 2), ("stages", 2), ("sink_workers", 2), ("sink_stages", 2)],
+)
 def test_parallel_workers_receive_exact_weights_and_end_when_the_service_is_killed(
     tmp_path: Path, scenario: str, num_workers: int
 ) -> None:

@@ -1,9 +1,9 @@
 """A vLLM engine that takes publishes, good and planted-bad ones, and prints what came of each as one JSON document.
 
-    python -m tests.integration.weights_engine_process dense|tied|moe|worker|workers|stages DIRECTORY
+    python -m tests.integration.weights_engine_process SCENARIO DIRECTORY
 
 Owns nothing but the scenarios: the tests say what should come of them. One start of the engine (some 10 s) serves them
-all. It runs in this process; that of the last three in processes of its own, and waits to be killed at the end. Every
+all. It runs in this process; that of the last five in processes of its own, and waits to be killed at the end. Every
 outcome holds: `agreed` (digest equal to the sender's), `greedy` (tokens equal to Hugging Face's), `gap` (largest
 logprob difference over the shared tokens), `versions` (spans of the tokens), `different` (names whose fingerprints are
 not those of the true weights), `wire_share` (bytes that travelled by bytes of the weights) or `error` ([class,
@@ -51,7 +51,7 @@ from rolecall.weights.fingerprint import fingerprint
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.transferred import Transferred
-from tests.tiny_models import write_qwen3, write_qwen3_moe
+from tests.tiny_models import write_gpt_oss, write_qwen3, write_qwen3_moe
 
 PROMPT = [5, 9, 23, 77, 4]
 NUM_TOKENS = 12
@@ -237,6 +237,8 @@ def write_model(kind: str, path: Path, seed: int) -> Path:
     """A random model whose heads are of the smallest size that vLLM computes on CPUs."""
     if kind == "moe":
         return write_qwen3_moe(path, vocab=VOCAB, seed=seed, head_dim=32, expert_hidden=64)
+    if kind == "sinks":
+        return write_gpt_oss(path, vocab=VOCAB, seed=seed)
     return write_qwen3(path, tied=kind == "tied", vocab=VOCAB, hidden=128, kv_heads=4, seed=seed)
 
 
@@ -314,6 +316,20 @@ async def moe(bench: Bench) -> None:
     await bench.publish("healed", 0)
 
 
+async def sinks(bench: Bench) -> None:
+    """A mixture of fused experts with biases, whose heads have sinks: as experts, whole and as what changed."""
+    await bench.publish("first", 0)
+    await bench.publish("second", 1)
+    await bench.open()
+    await bench.publish("whole", 0)
+    await bench.publish("delta", ALMOST)
+    missing = ("model.layers.0.self_attn.sinks", "model.layers.1.mlp.experts.gate_up_proj_bias")
+    await bench.open()
+    await bench.publish("not exported", 0, [named for named in bench.weights[0] if named[0] not in missing])
+    await bench.open()
+    await bench.publish("healed", 0)
+
+
 async def workers(bench: Bench) -> None:
     """An AsyncLLM with processes of its own."""
     await bench.engine.collective_rpc("unlink_shared_memory")
@@ -346,12 +362,21 @@ async def stages(bench: Bench) -> None:
     await bench.publish("healed", 1)
 
 
+async def sink_stages(bench: Bench) -> None:
+    """Two stages of a model with sinks."""
+    await bench.engine.collective_rpc("make_stage_buffers")
+    await workers(bench)
+
+
 SCENARIOS: dict[str, tuple[Callable[[Bench], Awaitable[None]], str, int, dict[str, int]]] = {
     "dense": (dense, "dense", 16 * 2**20, {}),
     "tied": (tied, "tied", 30_000, {}),
     "moe": (moe, "moe", 20_000, {}),
+    "sinks": (sinks, "sinks", 20_000, {}),
     "worker": (workers, "dense", 30_000, {"tensor_parallel_size": 1}),
     "workers": (workers, "dense", 30_000, {"tensor_parallel_size": 2}),
+    "sink_workers": (workers, "sinks", 20_000, {"tensor_parallel_size": 2}),
+    "sink_stages": (sink_stages, "sinks", 20_000, {"pipeline_parallel_size": 2}),
     "stages": (stages, "tied", 30_000, {"pipeline_parallel_size": 2}),
 }
 """What is played, on which kind of model, in buckets of how many bytes, and the layout of an engine of its own."""

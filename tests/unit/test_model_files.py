@@ -126,6 +126,10 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
         " is quantized (awq), and quantized weights cannot be trained; use the model in bfloat16",
     ),
     (
+        edit("config.json", quantization_config={"quant_method": "mxfp4"}),
+        "weights cannot be trained; make a copy in bfloat16, which transformers does: AutoModelForCausalLM.from_pretra",
+    ),
+    (
         edit("config.json", model_type="qwen9"),
         ": the installed transformers knows no model_type 'qwen9' of config.json; correct it, or use another model",
     ),
@@ -229,6 +233,29 @@ def test_blocks_that_vllm_refuses_on_cpus_are_named_before_it_loads_the_model(co
     edit("config.json", kv_lora_rank=16)(config.parent / "model")
     found = problems(config, "rollout.num_replicas=1", "rollout.engine={block_size: 7}")
     assert not any("block_size" in problem for problem in found), "latent attention takes its own instead"
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({}, None),
+        ({"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "swiglu_limit": 7.0}, None),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 32.0}}, None),
+        ({"swiglu_limit": 5.0}, "a gpt-oss with swiglu_limit as its publisher has it, and not 5.0 of config.json"),
+        ({"swiglu_alpha": 1.0}, "with swiglu_alpha as its publisher has it"),
+        ({"rms_norm_eps": 1e-6}, "with rms_norm_eps as its publisher has it"),
+        ({"attention_bias": False}, "with attention_bias as its publisher has it"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "with layer_types as its publisher has it"),
+        ({"rope_parameters": {"rope_type": "default"}}, "with rope_parameters as its publisher has it"),
+    ],
+)
+def test_a_gpt_oss_that_vllm_would_compute_as_another_is_refused(
+    config: Path, other: dict[str, Any], told: str | None
+) -> None:
+    edit("config.json", model_type="gpt_oss", **other)(config.parent / "model")
+    found = problems(config, "rollout.num_replicas=1")
+    assert found == [] if told is None else any(told in problem for problem in found), found
+    assert problems(config, "rollout.num_replicas=0") == []
 
 
 RECURRENT = {"model_type": "qwen3_next"}

@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from rolecall.training.model.attention import packed_attention, plan_attention
+from rolecall.training.model.attention.packed import packed_attention, plan_attention
 from rolecall.training.model.prefixes import SharedPrefixes, find_prefixes
 from rolecall.training.ranks.device import take_peak_bytes, wait_for
 from tools.gpu_acceptance.findings import Findings

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from rolecall.errors import ConfigError, RoleCallError
-from rolecall.training.model.attention import TracedAttention
+from rolecall.training.model.attention.packed import TracedAttention
 from rolecall.training.model.packed_model import PackedModel, ValueModel, language_layers
 from rolecall.training.model.vision import VisionTower
 from rolecall.wire import Array

@@ -40,7 +40,7 @@ from rolecall.training.fsdp.load import load_model
 from rolecall.training.fsdp.optimizer import Optimizer
 from rolecall.training.fsdp.shards import Shards
 from rolecall.training.model.activation_offload import ActivationOffload, Copies
-from rolecall.training.model.attention import PackedPlan, TracedAttention, plan_attention
+from rolecall.training.model.attention.packed import PackedPlan, TracedAttention, plan_attention
 from rolecall.training.model.box import local_part, whole
 from rolecall.training.model.compiled import compile_layers, compiling
 from rolecall.training.model.conversion import Conversion

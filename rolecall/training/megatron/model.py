@@ -2,8 +2,8 @@
 
 A microbatch is one sequence of its packed tokens to Megatron. What it does not know of packing is in `StagePass`: its
 angles are those of each token's own position, and CoreAttention attends by the plan that FSDP2's models attend by
-(model/attention.py), which is padding-free and knows shared prefixes and ranks that share sequences. Padding, where
-tensor ranks cut tokens into equal parts, ends before attention begins.
+(model/attention/packed.py), which is padding-free and knows shared prefixes and ranks that share sequences. Padding,
+where tensor ranks cut tokens into equal parts, ends before attention begins.
 
 Shapes: n tokens of this rank's run, padding included; H hidden size; D head size; V vocabulary.
 """
@@ -36,7 +36,7 @@ from rolecall.training.megatron.config import has_experts
 from rolecall.training.megatron.latent import LatentAttention, LatentNorm
 from rolecall.training.megatron.norm import RmsNorm
 from rolecall.training.megatron.routers import Router, RoutersPass, apart, behind, follow_passes
-from rolecall.training.model.attention import PackedPlan, packed_attention
+from rolecall.training.model.attention.packed import PackedPlan, packed_attention
 from rolecall.training.model.logits.logprobs import VocabShard, Wanted
 from rolecall.training.model.packed_model import Head, PackedModel, token_outputs, value_outputs
 from rolecall.training.packing.outputs import ranked

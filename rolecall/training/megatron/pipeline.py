@@ -25,7 +25,7 @@ from rolecall.training.megatron.config import has_experts, transformer_config
 from rolecall.training.megatron.layout import MegatronLayout
 from rolecall.training.megatron.model import Stage, StagePass, stage_pass
 from rolecall.training.megatron.routers import RoutersPass
-from rolecall.training.model.attention import plan_attention
+from rolecall.training.model.attention.packed import plan_attention
 from rolecall.training.model.packed_model import PackedModel
 from rolecall.training.model.sequence_parallel import SequenceShare
 from rolecall.training.objective.routing import find_routers

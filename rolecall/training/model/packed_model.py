@@ -26,7 +26,7 @@ from transformers import (
 from rolecall.data.images.tokens import FAMILIES
 from rolecall.data.model_files import check_trainable
 from rolecall.errors import ConfigError
-from rolecall.training.model.attention import NAME, PackedPlan, TracedAttention
+from rolecall.training.model.attention.packed import NAME, PackedPlan, TracedAttention
 from rolecall.training.model.logits.logprobs import VocabShard, Wanted, distribution, logprobs_and_entropy
 from rolecall.training.model.recurrent import keep_apart
 from rolecall.training.model.supported import check_head, check_stateless, without_dropout

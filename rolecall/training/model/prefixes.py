@@ -3,8 +3,8 @@ prompt all begin with it.
 
 What a causal model computes at a token depends on the tokens up to it and on nothing else, so sequences that begin
 alike share everything up to where they part. All but attention then runs over C distinct tokens instead of N; attention
-(attention.py) still sees every sequence whole, and losses see all N tokens. Numbers differ by rounding only: gradients
-of what is shared are summed before the matrix multiplications instead of after, in float32 and rounded once.
+(attention/packed.py) still sees every sequence whole, and losses see all N tokens. Numbers differ by rounding only:
+gradients of what is shared are summed before the matrix multiplications instead of after, in float32 and rounded once.
 
 Owns how beginnings are found, and both directions of the copy. Shapes: N tokens of the pack; C distinct ones; S of them
 that several sequences share; R tokens of the pack that are computed there.

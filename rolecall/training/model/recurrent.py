@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rolecall.errors import ConfigError
-from rolecall.training.model.attention import PackedPlan, TracedAttention, in_buckets
+from rolecall.training.model.attention.packed import PackedPlan, TracedAttention, in_buckets
 
 KNOWN = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
 """Names of their classes in transformers."""

@@ -52,6 +52,10 @@ class SequenceShare:
         ]
         return heads[0], heads[1], heads[2]
 
+    def of_heads(self, tensor_H: torch.Tensor) -> torch.Tensor:
+        """This rank's part, [H / R], of a tensor of one number for each query head."""
+        return tensor_H.chunk(self.size)[self.rank]
+
     def to_tokens(self, attended_NHD: torch.Tensor) -> torch.Tensor:
         """The way back: all heads of the own run, [n, H, D], from all tokens of this rank's heads."""
         padding = -attended_NHD.shape[0] % self.size

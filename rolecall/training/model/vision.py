@@ -28,7 +28,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from rolecall.training.model.attention import PackedPlan, TracedAttention, attend_packed, plan_attention
+from rolecall.training.model.attention.packed import PackedPlan, TracedAttention, attend_packed, plan_attention
 
 NAME = "rolecall_flash_patches"
 """Pass as the tower's attn_implementation. By `flash` in it transformers hands all images to one call."""

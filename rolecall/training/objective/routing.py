@@ -27,7 +27,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import MoeSection
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
-from rolecall.training.model.attention import PackedPlan
+from rolecall.training.model.attention.packed import PackedPlan
 from rolecall.training.ranks.command_group import CommandGroup
 
 

@@ -7,7 +7,7 @@ import torch
 from rolecall.columns import ROUTED_EXPERTS
 from rolecall.data.mixture import Mixture
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
-from rolecall.training.model.attention import PackedPlan
+from rolecall.training.model.attention.packed import PackedPlan
 from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.model.router_replay import Routes, decode_routing
 from rolecall.training.model.sequence_parallel import SequenceShare

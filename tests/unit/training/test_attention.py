@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from rolecall.errors import ConfigError
-from rolecall.training.model.attention import _takes_grouped_heads, flash_operands, packed_attention, plan_attention
+from rolecall.training.model.attention.packed import (
+    _takes_grouped_heads,
+    flash_operands,
+    packed_attention,
+    plan_attention,
+)
 from rolecall.training.ranks.device import attends_packed, groups_heads
 
 MODULE = torch.nn.Identity()
@@ -25,14 +30,30 @@ def random_qkv(
     return [torch.randn(1, h, num_tokens, width, generator=generator).requires_grad_() for h, width in shapes]
 
 
-def oracle(qkv: list[torch.Tensor], starts: list[int], window: int | None = None) -> torch.Tensor:
+def oracle(
+    qkv: list[torch.Tensor], starts: list[int], window: int | None = None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     outputs = []
     for start, end in pairwise(starts):
         q, k, v = (x[:, :, start:end] for x in qkv)
         distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None]
         allowed = (distance >= 0) & (distance < (window or end))
-        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(1, 2))
+        if sinks is None:
+            out = scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+        else:
+            out = eager(q, k, v, allowed, sinks)
+        outputs.append(out.transpose(1, 2))
     return torch.cat(outputs, dim=1)
+
+
+def eager(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Attention with one more column of scores, by autograd."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
+    column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
 
 
 def packed(qkv: list[torch.Tensor], lengths: list[int], *, plain: bool = False, **more: Any) -> torch.Tensor:
@@ -131,10 +152,74 @@ def test_grouped_heads_are_asked_for_only_where_the_kernel_has_them() -> None:
     assert _takes_grouped_heads(of_torch_2_13)
 
 
-@pytest.mark.parametrize("extra", [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.sampled_from([None, 1, 3, 16]), st.floats(-20, 20))
+def test_sinks_take_part_in_every_row_and_learn(lengths: list[int], window: int | None, level: float) -> None:
+    qkv = random_qkv(sum(lengths))
+    sinks = (level + torch.tensor([-3.0, 0.0, 2.0, 5.0])).requires_grad_()
+    given = [*qkv, sinks]
+    theirs = oracle(qkv, [0, *np.cumsum(lengths)], window, sinks)
+    mixture = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(1))
+    references = torch.autograd.grad((theirs * mixture).sum(), given)
+    for plain in (False, True):
+        ours = packed(qkv, lengths, plain=plain, sliding_window=window, s_aux=sinks)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        for mine, reference in zip(torch.autograd.grad((ours * mixture).sum(), given), references, strict=True):
+            torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_gradients_with_sinks_are_those_of_differences(window: int | None) -> None:
+    qkv, sinks = [x.detach().double().requires_grad_() for x in random_qkv(7)], torch.randn(4).double()
+    torch.autograd.gradcheck(
+        lambda q, k, v, s: packed([q, k, v], [3, 4], sliding_window=window, s_aux=s), (*qkv, sinks.requires_grad_())
+    )
+
+
+def test_half_precision_with_sinks_stays_as_close_as_without() -> None:
+    qkv, lengths, sinks = random_qkv(60, size=32), [3, 40, 17], torch.tensor([-1.0, 0.0, 1.0, 3.0])
+    halves = [x.detach().bfloat16().requires_grad_() for x in qkv]
+
+    def distances(given: torch.Tensor | None) -> list[float]:
+        exact, rounded = packed(qkv, lengths, s_aux=given), packed(halves, lengths, s_aux=given)
+        assert rounded.dtype == torch.bfloat16
+        pairs = [(exact.detach(), rounded.detach())]
+        pairs += zip(
+            torch.autograd.grad(exact.sin().sum(), qkv), torch.autograd.grad(rounded.sin().sum(), halves), strict=True
+        )
+        return [((mine.float() - theirs).norm() / theirs.norm()).item() for theirs, mine in pairs]
+
+    for with_sinks, without in zip(distances(sinks), distances(None), strict=True):
+        assert with_sinks < 2 * without
+
+
+@pytest.mark.parametrize("extra", [{"dropout": 0.1}, {"softcap": 30.0}])
 def test_what_packed_attention_does_not_have_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         packed(random_qkv(3), [3], **extra)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 7])
+def test_attention_with_sinks_on_a_gpu_agrees_with_one_sequence_at_a_time(
+    window: int | None, dtype: torch.dtype
+) -> None:
+    lengths = [3, 40, 17]
+    given = [*(x.detach() for x in random_qkv(60, size=64)), torch.tensor([-3.0, 0.0, 2.0, 5.0])]
+    ours = [x.cuda().to(dtype).requires_grad_() for x in given]
+    theirs = [x.to(dtype).float().requires_grad_() for x in given]
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
+    plan = plan_attention(lengths, cu_seqlens, dtype)
+    query, key, value, sinks = ours
+    out = packed_attention(MODULE, query, key, value, None, packed=plan, sliding_window=window, s_aux=sinks)[0]
+    wanted = oracle(theirs[:3], [0, *np.cumsum(lengths)], window, theirs[3])
+    rtol, atol = (2e-2, 2e-2) if dtype == torch.bfloat16 else (1e-4, 1e-5)
+    torch.testing.assert_close(out.cpu().float(), wanted, rtol=rtol, atol=atol)
+    mixture = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
+    grads = torch.autograd.grad((out.float() * mixture.cuda()).sum(), ours)
+    for mine, reference in zip(grads, torch.autograd.grad((wanted * mixture).sum(), theirs), strict=True):
+        torch.testing.assert_close(mine.cpu().float(), reference, rtol=rtol, atol=atol)
 
 
 @pytest.mark.gpu

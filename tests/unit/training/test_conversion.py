@@ -2,23 +2,28 @@
 given.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     MixtralConfig,
+    Mxfp4Config,
     PretrainedConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 
+from rolecall.data.model_files import check_trainable
 from rolecall.errors import ConfigError
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.huggingface import ModelFiles
+from tests.tiny_models import write_gpt_oss
 
 NUM_EXPERTS = 6
 SIZES: dict[str, Any] = {
@@ -48,6 +53,32 @@ CONFIGS: dict[str, PretrainedConfig] = {
         first_k_dense_replace=1,
     ),
 }
+
+
+def test_the_copy_of_an_mxfp4_gpt_oss_that_is_named_as_remedy_has_every_weight(tmp_path: Path) -> None:
+    """transformers would leave the experts out of one in the original format."""
+    path = write_gpt_oss(tmp_path / "whole")
+    whole = load_file(path / "model.safetensors")
+    packed = {name: tensor.bfloat16() for name, tensor in whole.items() if tensor.ndim < 3}
+    for name, tensor in whole.items():
+        if tensor.ndim == 3:
+            num_experts, width, num_rows = tensor.shape
+            blocks = (num_experts, num_rows, width // 32)
+            packed[f"{name}_blocks"] = torch.full((*blocks, 16), 0x22, dtype=torch.uint8)  # 1.0, twice
+            packed[f"{name}_scales"] = torch.full(blocks, 126, dtype=torch.uint8)  # 2^-1
+    save_file(packed, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(ConfigError, match=r"Mxfp4Config\(dequantize=True\).*save_original_format=False"):
+        check_trainable(path)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=Mxfp4Config(dequantize=True), dtype="bfloat16"
+    )
+    model.save_pretrained(tmp_path / "copy", save_original_format=False)
+    check_trainable(tmp_path / "copy")
+    copy = load_file(tmp_path / "copy" / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in copy.items()} == {name: whole[name].shape for name in whole}
+    assert all((tensor == 0.5).all() for tensor in copy.values() if tensor.ndim == 3)
 
 
 class Reader:

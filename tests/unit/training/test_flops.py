@@ -17,6 +17,7 @@ from transformers import (
     FalconH1Config,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     JetMoeConfig,
     LlamaConfig,
     MiniMaxConfig,
@@ -33,7 +34,7 @@ from transformers import (
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection
 from rolecall.training.account.flops import AttentionCost, CostModel, ModelFlops, count_flops
-from rolecall.training.model.attention import NAME
+from rolecall.training.model.attention.packed import NAME
 from rolecall.training.model.lora import add_adapters
 from rolecall.training.model.packed_model import Head, PackedModel, PolicyModel, build_model
 
@@ -67,6 +68,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "experts as wide as the MLP": MixtralConfig(
         **SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "experts with biases, heads with sinks": GptOssConfig(
+        **SIZES, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4
     ),
     "latent attention, routed and shared experts": DeepseekV3Config(
         **SIZES,

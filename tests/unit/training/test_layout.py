@@ -92,6 +92,13 @@ def test_recurrent_layers_are_not_shared(tmp_path: Path, parallel: dict[str, int
         check_parallel(tmp_path, ParallelSection(**parallel))
 
 
+def test_the_matrices_of_a_gpt_oss_are_not_cut(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 8, "model_type": "gpt_oss"}))
+    check_parallel(tmp_path, ParallelSection(sequence=2))
+    with pytest.raises(ConfigError, match=r"transformers has no plan to cut: set parallel\.tensor to 1"):
+        check_parallel(tmp_path, ParallelSection(tensor=2))
+
+
 def test_a_vocabulary_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 8, "vocab_size": 97}))
     with pytest.raises(ConfigError, match=r"parallel\.tensor 2 does not divide the model's vocab_size 97"):

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from rolecall.data.model_files import tensor_names
 from rolecall.errors import ConfigError
 from rolecall.training.account.flops import count_flops
-from rolecall.training.model.attention import plan_attention
+from rolecall.training.model.attention.packed import plan_attention
 from rolecall.training.model.packed_model import PackedModel, build_model, fill_buffers
 from rolecall.training.model.prefixes import find_prefixes
 from rolecall.training.model.recurrent import KNOWN, recurrent_layers

@@ -15,7 +15,7 @@ from rolecall.data.model_files import check_parallel, read_model
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, ParallelSection
 from rolecall.training.account.flops import count_flops
-from rolecall.training.model.attention import attend_packed, plan_attention
+from rolecall.training.model.attention.packed import attend_packed, plan_attention
 from rolecall.training.model.lora import add_adapters
 from rolecall.training.model.packed_model import build_model, language_layers, layers
 from rolecall.training.packing.images import ImageReader, ReadImages, place_images

@@ -10,8 +10,10 @@ What the kernels of a device take is given to them: flash attention one head siz
 keys' and values' (latent attention) is padded with zeros; SDPA's kernels without an L x L matrix on GPUs as many key
 heads as query heads.
 
-Models must run with use_cache=False and get the plan as the keyword `packed`. Left out: attention dropout, logit
-soft-capping, attention sinks; models that need them are refused.
+Where heads have sinks the same kernels compute (sinks.py).
+
+Models must run with use_cache=False and get the plan as the keyword `packed`. Left out: attention dropout and logit
+soft-capping; models that need them are refused.
 
 Shapes: N tokens of the pack; S sequences; b sequences of a bucket, L its longest; H query heads, K key heads, D head
 size, E of values.
@@ -28,6 +30,12 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rolecall.errors import ConfigError
+from rolecall.training.model.attention.sinks import (
+    attend_with_sinks,
+    host_kernel,
+    memory_efficient_kernel,
+    packed_kernel,
+)
 from rolecall.training.model.prefixes import SharedPrefixes
 from rolecall.training.model.router_replay import Routes
 from rolecall.training.model.sequence_parallel import SequenceShare
@@ -176,27 +184,28 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, H, N, D], key [1, K, N, D], value [1, K, N, E] -> ([1, N, H, E],
-    None). Causal within each sequence.
+    """transformers' attention interface: query [1, H, N, D], key [1, K, N, D], value [1, K, N, E], sinks s_aux [H]
+    -> ([1, N, H, E], None). Causal within each sequence.
     """
     if packed is None:
         raise ConfigError(
             f"{type(module).__name__} is not told how sequences are packed: its model does not hand on what it does "
             "not know; use another model"
         )
-    if attention_mask is not None or dropout or softcap is not None or s_aux is not None:
+    if attention_mask is not None or dropout or softcap is not None:
         raise ConfigError(
-            f"{type(module).__name__} needs an attention mask, dropout, soft-capping or sinks, which packed "
-            "attention does not have"
+            f"{type(module).__name__} needs an attention mask, dropout or soft-capping, which packed attention does "
+            "not have"
         )
     if isinstance(packed, TracedAttention):
         return packed.attend(query, key, value, sliding_window), None
     query_NHD, key_NKD, value_NKE = (x[0].transpose(0, 1) for x in (query, key, value))
     if packed.sequence is not None:
         query_NHD, key_NKD, value_NKE = packed.sequence.to_heads(query_NHD, key_NKD, value_NKE, packed.num_tokens)
+        s_aux = None if s_aux is None else packed.sequence.of_heads(s_aux)
     if packed.prefixes is not None:
         query_NHD, key_NKD, value_NKE = (packed.prefixes.spread(x) for x in (query_NHD, key_NKD, value_NKE))
-    out_NHE = attend_packed(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window)
+    out_NHE = attend_packed(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window, s_aux)
     if packed.prefixes is not None:
         out_NHE = out_NHE.index_select(0, packed.prefixes.first_C)
     if packed.sequence is not None:
@@ -211,10 +220,11 @@ def attend_packed(
     packed: PackedPlan,
     scaling: float | None,
     sliding_window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[N, H, E]: each sequence of `packed` attends to itself, whole."""
     attend = _flash if packed.flash else _padded_attention
-    return attend(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window)
+    return attend(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window, sinks_H)
 
 
 def in_buckets(
@@ -239,6 +249,7 @@ def _padded_attention(
     packed: PackedPlan,
     scaling: float | None,
     sliding_window: int | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     if packed.plain or not groups_heads(query_NHD.device):
         key_NKD, value_NKE = _repeated(key_NKD, query_NHD.shape[1]), _repeated(value_NKE, query_NHD.shape[1])
@@ -252,7 +263,13 @@ def _padded_attention(
             else _window_mask(length, sliding_window, q.device)
         )
         if packed.plain:
-            out = _plain(q, k, v, _window_mask(length, length, q.device) if window is None else window, scaling)
+            out = _plain(
+                q, k, v, _window_mask(length, length, q.device) if window is None else window, scaling, sinks_H
+            )
+        elif sinks_H is not None:
+            bias = None if window is None else torch.zeros_like(window, dtype=q.dtype).masked_fill(~window, -torch.inf)
+            kernel = (host_kernel if groups_heads(q.device) else memory_efficient_kernel)(bias, scaling)
+            out = attend_with_sinks(q, k, v, sinks_H, kernel)
         else:
             out = scaled_dot_product_attention(
                 q,
@@ -269,11 +286,21 @@ def _padded_attention(
 
 
 def _plain(
-    q_bHLD: torch.Tensor, k_bHLD: torch.Tensor, v_bHLE: torch.Tensor, mask_LL: torch.Tensor, scaling: float | None
+    q_bHLD: torch.Tensor,
+    k_bHLD: torch.Tensor,
+    v_bHLE: torch.Tensor,
+    mask_LL: torch.Tensor,
+    scaling: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """[b, H, L, E], rounded after each product as kernels that are not fused do."""
     scores_bHLL = q_bHLD @ k_bHLD.transpose(-1, -2) * (q_bHLD.shape[-1] ** -0.5 if scaling is None else scaling)
-    weights_bHLL = scores_bHLL.float().masked_fill(~mask_LL, -torch.inf).softmax(-1)
+    scores_bHLL = scores_bHLL.float().masked_fill(~mask_LL, -torch.inf)
+    if sinks_H is None:
+        weights_bHLL = scores_bHLL.softmax(-1)
+    else:
+        sinks_bHL1 = sinks_H.float()[:, None, None].expand(*scores_bHLL.shape[:3], 1)
+        weights_bHLL = torch.cat([scores_bHLL, sinks_bHL1], -1).softmax(-1)[..., :-1]
     return weights_bHLL.to(v_bHLE.dtype) @ v_bHLE
 
 
@@ -290,12 +317,17 @@ def _flash(
     packed: PackedPlan,
     scaling: float | None,
     sliding_window: int | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn  # CUDA only: imported where it is used
 
     kernel: Callable[..., torch.Tensor] = varlen_attn  # type: ignore[assignment]  # a tuple only where return_aux is given
     grouped = _takes_grouped_heads(kernel)
     query, key, value, scale = flash_operands(query_NHD, key_NKD, value_NKE, scaling, grouped=grouped)
+    window = (-1 if sliding_window is None else sliding_window - 1, 0 if packed.causal else -1)
+    if sinks_H is not None:
+        with_sinks = packed_kernel(packed.cu_seqlens, packed.max_length, window, scale)
+        return attend_with_sinks(query, key, value, sinks_H, with_sinks)[..., : value_NKE.shape[2]]
     out = kernel(
         query,
         key,
@@ -305,7 +337,7 @@ def _flash(
         packed.max_length,
         packed.max_length,
         scale=scale,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0 if packed.causal else -1),
+        window_size=window,
         **({"enable_gqa": query.shape[1] != key.shape[1]} if grouped else {}),
     )
     return out[..., : value_NKE.shape[2]]

@@ -1,0 +1,1 @@
+"""Attention over packed sequences, and what attention sinks add to it."""
