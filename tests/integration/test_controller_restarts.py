@@ -109,8 +109,9 @@ async def test_a_recovery_waits_for_checkpoints_that_are_away(
     assert balance(run) == (12, 12, 0, 0)
 
 
+@pytest.mark.parametrize("other", [{"shaping": {"clip_max": 0.5}}, {"advantage": {"kind": "remax"}}])
 async def test_a_batch_whose_columns_are_of_other_settings_asks_for_them(
-    light_run: LightRun, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+    light_run: LightRun, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
 ) -> None:
     async with light_run() as run, run.rollout("rollout-0"):
         before = run.settings
@@ -126,7 +127,7 @@ async def test_a_batch_whose_columns_are_of_other_settings_asks_for_them(
             await run.to_the_end()
         monkeypatch.setattr(Rows, "put", put)
         tree = before.model_dump(exclude_defaults=True)
-        algorithm = {"groups_per_batch": 4, "shaping": {"clip_max": 0.5}}
+        algorithm = {"groups_per_batch": 4, **other}
         changed = make_settings(**{**tree, "algorithm": algorithm}).algorithm
         run.settings = before.model_copy(update={"algorithm": changed})
         with pytest.raises(ConfigError, match="resume it once with the settings that it had"):
