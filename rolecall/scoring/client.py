@@ -19,7 +19,7 @@ from rolecall.rpc.channel import open_channel
 from rolecall.rpc.options import MAX_GROUP_BYTES
 from rolecall.rpc.tls import token_of
 from rolecall.scoring.description import change_of, spec_gaps, spec_problem
-from rolecall.scoring.exchange import believed, cut, only
+from rolecall.scoring.exchange import believed, cut, drop_undeclared, only
 from rolecall.scoring.joint import JointCalls
 from rolecall.scoring.peer import Peer
 from rolecall.scoring.retries import with_retries
@@ -73,6 +73,9 @@ class RewardClient:
         self._spec: reward_pb2.DescribeResponse | None = None
         self._first: reward_pb2.DescribeResponse | None = None
         """What it said first; what gives its numbers their meaning must not change after that."""
+        self.described: reward_pb2.DescribeResponse | None = None
+        """The newest description that means the same as the first; None before there is one."""
+        self._told_change: str | None = None
         self._asking: asyncio.Task[reward_pb2.DescribeResponse] | None = None
         self._calls = asyncio.Semaphore(max_calls)
         self._peer = Peer(name=name, address=address, timeout_s=timeout_s, hedge_after_s=hedge_after_s)
@@ -101,6 +104,10 @@ class RewardClient:
                 self._asking = asyncio.create_task(self._ask())
             self._asking.add_done_callback(self._asked)
         return await asyncio.shield(self._asking)  # bounded: by the deadlines of the wait and the Describe call in it
+
+    def forget(self) -> None:
+        """Has the next `describe` ask again."""
+        self._spec = None
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
         """One outcome per item, in the items' order; ids must be unique. Failures of the scorer or of the connection
@@ -135,6 +142,9 @@ class RewardClient:
         self._first = self._first or spec
         change = change_of(self._first, spec)
         if change:
+            if change != self._told_change:
+                logger.warning("scorer %r at %s changed %s and is not believed", self._name, self._address, change)
+            self._told_change = change
             raise ScorerError(
                 f"scorer {self._name!r} changed {change} within the run; put it back, or stop the run and resume it "
                 "with the new one"
@@ -159,7 +169,7 @@ class RewardClient:
     def _asked(self, task: "asyncio.Task[reward_pb2.DescribeResponse]") -> None:
         self._asking = None
         if not task.cancelled() and task.exception() is None:
-            self._spec = task.result()
+            self._spec = self.described = task.result()
 
     async def _attempt(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
         away = self._peer.away()
@@ -185,16 +195,18 @@ class RewardClient:
                 response, called_at = await self._peer.within_limit(
                     lambda: self._peer.hedged(lambda: self._stub.Score(request, timeout=self._timeout_s))
                 )
+                if self._is_whole and not self._is_foreign and drop_undeclared(response, spec):
+                    self.forget()  # a shadow has come back since, or another replica has seen it
                 outcomes = believed(response, request.items, spec, self._name)
             except RoleCallError as error:
                 if not isinstance(error, RateLimitedError):
-                    self._spec = None  # perhaps another process answers there now
+                    self.forget()  # perhaps another process answers there now
                 failure = self._peer.has_failed(error)
                 self._peer.is_silent(failure)
                 return [failure] * len(request.items)
         self._peer.has_scored(outcomes, called_at)
         if ScorerError.reason in {outcome.code for outcome in outcomes if isinstance(outcome, Failure)}:
-            self._spec = None  # perhaps it describes itself otherwise now
+            self.forget()  # perhaps it describes itself otherwise now
         return outcomes
 
 

@@ -96,7 +96,9 @@ def spec_problem(spec: reward_pb2.DescribeResponse) -> str | None:
 
 
 def change_of(old: reward_pb2.DescribeResponse, new: reward_pb2.DescribeResponse) -> str | None:
-    """Returns what two descriptions disagree on, of that which gives a number its meaning; None when they agree."""
+    """Returns what two descriptions disagree on, of that which gives a number its meaning; None when they agree.
+    Components that may be absent may come and go.
+    """
     if old.whole_groups != new.whole_groups:
         return f"whole_groups from {old.whole_groups} to {new.whole_groups}"
     if old.token_rewards != new.token_rewards:
@@ -104,12 +106,16 @@ def change_of(old: reward_pb2.DescribeResponse, new: reward_pb2.DescribeResponse
     before, after = (
         {"reward": spec.reward} | {f"component {part.name!r}": part for part in spec.components} for spec in (old, new)
     )
-    if before.keys() != after.keys():
+    required, still_required = (
+        {part.name for part in spec.components if not part.may_be_absent} for spec in (old, new)
+    )
+    if required != still_required:
         return (
             f"its components from {sorted(part.name for part in old.components)} to "
             f"{sorted(part.name for part in new.components)}"
         )
-    changed = next((what for what in before if _bounds(before[what]) != _bounds(after[what])), None)
+    in_both = [what for what in before if what in after]
+    changed = next((what for what in in_both if _bounds(before[what]) != _bounds(after[what])), None)
     return changed and f"the range of its {changed} from {_bounds(before[changed])} to {_bounds(after[changed])}"
 
 

@@ -72,6 +72,16 @@ def cut(
     return chunks
 
 
+def drop_undeclared(response: reward_pb2.ScoreResponse, spec: reward_pb2.DescribeResponse) -> bool:
+    """Takes the components that `spec` does not declare out of the rewards; whether there were any."""
+    declared = {component.name for component in spec.components}
+    rewards = [result.reward for result in response.results if result.HasField("reward")]
+    undeclared = [(reward, name) for reward in rewards for name in reward.components if name not in declared]
+    for reward, name in undeclared:
+        del reward.components[name]
+    return bool(undeclared)
+
+
 def believed(
     response: reward_pb2.ScoreResponse,
     items: Sequence[reward_pb2.ScoreItem],

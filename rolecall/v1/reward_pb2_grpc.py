@@ -69,7 +69,7 @@ class RewardServiceStub:
     to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the
     same. Only where the status says that a message is too large ("message larger than max", "message exceeds maximum
     size") is it EXHAUSTED, not tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
-    PERMISSION_DENIED or UNIMPLEMENTED, ends it at once.
+    PERMISSION_DENIED or UNIMPLEMENTED, ends it at once; of a component of weight 0 within controller.start_timeout_s.
     """
 
     def __init__(self, channel):
@@ -134,7 +134,7 @@ class RewardServiceServicer:
     to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the
     same. Only where the status says that a message is too large ("message larger than max", "message exceeds maximum
     size") is it EXHAUSTED, not tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
-    PERMISSION_DENIED or UNIMPLEMENTED, ends it at once.
+    PERMISSION_DENIED or UNIMPLEMENTED, ends it at once; of a component of weight 0 within controller.start_timeout_s.
     """
 
     def Score(self, request, context):
@@ -224,7 +224,7 @@ class RewardService:
     to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the
     same. Only where the status says that a message is too large ("message larger than max", "message exceeds maximum
     size") is it EXHAUSTED, not tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
-    PERMISSION_DENIED or UNIMPLEMENTED, ends it at once.
+    PERMISSION_DENIED or UNIMPLEMENTED, ends it at once; of a component of weight 0 within controller.start_timeout_s.
     """
 
     @staticmethod

@@ -56,7 +56,7 @@ class RewardServiceStub:
     to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the
     same. Only where the status says that a message is too large ("message larger than max", "message exceeds maximum
     size") is it EXHAUSTED, not tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
-    PERMISSION_DENIED or UNIMPLEMENTED, ends it at once.
+    PERMISSION_DENIED or UNIMPLEMENTED, ends it at once; of a component of weight 0 within controller.start_timeout_s.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -119,7 +119,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
     to half, or as long as google.rpc.RetryInfo says, up to 300 s. An item's ScoreError with the code RATE_LIMITED does the
     same. Only where the status says that a message is too large ("message larger than max", "message exceeds maximum
     size") is it EXHAUSTED, not tried again, and dropped. At the start of a run a Describe that is not "waited for", or is UNAUTHENTICATED,
-    PERMISSION_DENIED or UNIMPLEMENTED, ends it at once.
+    PERMISSION_DENIED or UNIMPLEMENTED, ends it at once; of a component of weight 0 within controller.start_timeout_s.
     """
 
     @_abc_1.abstractmethod

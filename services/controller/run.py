@@ -22,7 +22,7 @@ from rolecall.errors import (
 )
 from rolecall.identity import settle
 from rolecall.scoring.client import filter_problem
-from rolecall.settings import RunSettings
+from rolecall.settings import RunSettings, shadows_of
 from rolecall.telemetry import Metrics, export
 from rolecall.telemetry.states import StateClock
 from rolecall.trackers import End
@@ -233,6 +233,21 @@ class ControllerRun:
             number > 0 and (await self._threads.call(self._ledger.position)).published_step >= 0
         )
 
+    async def _reward_answers(self) -> bool:
+        """A run starts with all its scorers; one that goes on does so without those of weight 0 that are away."""
+        spec = await self._parts.reward.describe()
+        if problem := filter_problem(self._settings.algorithm.filters.component, spec):
+            raise ConfigError(problem)
+        missing = shadows_of(self._settings.reward.components) - {part.name for part in spec.components}
+        if not missing or (await self._threads.call(self._ledger.position)).published_step >= 0:
+            return True
+        self._unanswered["reward"] = (
+            f"the scorers of {', '.join(f'reward.components.{name}' for name in sorted(missing))} have not answered; "
+            "correct their addresses or start them, see the reward's log"
+        )
+        self._parts.reward.forget()
+        return False
+
     async def _answers(self, name: str) -> bool:
         if self._fleet.is_lost(name):
             return False
@@ -244,9 +259,7 @@ class ControllerRun:
             elif name == "rollouts":
                 return await self._enough_rollouts()
             elif name == "reward":
-                spec = await self._parts.reward.describe()
-                if problem := filter_problem(self._settings.algorithm.filters.component, spec):
-                    raise ConfigError(problem)
+                return await self._reward_answers()
             elif name in self._parts.references:
                 info = await self._parts.references[name].GetInfo(reference_pb2.GetReferenceInfoRequest())
                 if info.instance != name:  # it would write the columns that it is asked for, of another model

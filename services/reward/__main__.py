@@ -20,7 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve_reward(args: ServiceArgs) -> None:
-    """Serves rewards until the process is asked to stop. Health is SERVING once every component can score."""
+    """Serves rewards until the process is asked to stop. Health is SERVING once every component but shadows
+    can score.
+    """
     from rolecall import telemetry  # gRPC and its friends after the configuration has been checked
     from rolecall.rpc.membership import Membership
     from rolecall.rpc.options import MAX_GROUP_BYTES, MAX_MESSAGE_BYTES, REPLICA_AGE_S
@@ -53,7 +55,7 @@ async def serve_reward(args: ServiceArgs) -> None:
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, RewardServicer(dispatcher, on_score), SERVICE_NAME)
     try:
         address = await server.start()
-        await dispatcher.start()
+        await dispatcher.start(awaits_shadows=False)
         failed: asyncio.Future[None] | None = None
         if settings.controller.address is not None:
             membership = Membership(

@@ -28,19 +28,21 @@ def compose_spec(
 ) -> reward_pb2.DescribeResponse:
     """Returns what the weighted sum of the components `specs` reads and returns. A range is bounded when every
     component with a weight is. Those in `routed` apply to some items alone, which their metadata says; items may lack
-    the `shadows`.
+    the `shadows`, whose own ranges and token rewards are no part of it: they may change.
     """
     lows, highs, components = [], [], []
     for part, spec in specs.items():
         ends = [_scaled(weights[part], bound) for bound in _range(spec.reward)] + [0.0] * (part in routed)
         lows.append(min(ends))
         highs.append(max(ends))
-        may_be_absent = part in routed or part in shadows
-        components.append(_named(part, spec.reward, may_be_absent=may_be_absent))
-        components.extend(
-            _named(f"{part}/{inner.name}", inner, may_be_absent=may_be_absent or inner.may_be_absent)
+        parts = [_named(part, spec.reward, may_be_absent=part in routed)]
+        parts += [
+            _named(f"{part}/{inner.name}", inner, may_be_absent=part in routed or inner.may_be_absent)
             for inner in spec.components
-        )
+        ]
+        components += [
+            reward_pb2.ComponentSpec(name=each.name, may_be_absent=True) if part in shadows else each for each in parts
+        ]
     low, high = math.fsum(lows), math.fsum(highs)  # rounded once, as `compose` does: no sum of parts exceeds them
     reads = {field for spec in specs.values() for field in spec.reads}
     return reward_pb2.DescribeResponse(
@@ -48,7 +50,7 @@ def compose_spec(
         reads=sorted(reads | ({reward_pb2.SCORE_FIELD_METADATA} if routed else set())),
         reward=component_spec("", low if math.isfinite(low) else None, high if math.isfinite(high) else None),
         components=components,
-        token_rewards=any(spec.token_rewards for spec in specs.values()),
+        token_rewards=any(spec.token_rewards for part, spec in specs.items() if part not in shadows),
         whole_groups=any(spec.whole_groups for spec in specs.values()),
     )
 

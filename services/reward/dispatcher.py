@@ -8,6 +8,7 @@ Owns the components: local ones share a pool of worker processes, external ones 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from rolecall.errors import RoleCallError, ScorerError, ScorerUnavailableError, WorkerLostError
@@ -50,6 +51,11 @@ class Component(Protocol):
 
 class Elsewhere(Component, Protocol):
     """A component whose scorer is another server."""
+
+    @property
+    def described(self) -> reward_pb2.DescribeResponse | None:
+        """The newest description that means the same as the first; None before there is one."""
+        ...
 
     @property
     def trouble(self) -> str:
@@ -118,23 +124,37 @@ class Dispatcher:
         }
         self._fields = {field for component in self._routed.values() for field in component.when}
         """Fields of the items' metadata that say which components apply."""
+        self._trials = {name: client for name, client in self._external.items() if name in self._shadows}
+        """Shadows whose scorer is elsewhere: nothing waits for them but their own scores."""
+        self._reaching: list[asyncio.Task[None]] = []
         self._gives_token_rewards = False
         """Known from the start on; a scorer that changes it within the run is refused."""
 
-    async def start(self) -> None:
-        """Returns when every component can score. ConfigError when a local one never will, ScorerUnavailableError when
-        an external one does not answer.
+    async def start(self, *, awaits_shadows: bool = True) -> None:
+        """Returns when every component can score, or all but the shadows. ConfigError when a local one never will,
+        ScorerUnavailableError when an external one that is waited for does not answer.
         """
         if self._pool is not None:
             await self._pool.start()
-        await asyncio.gather(*(self._reach(name, client) for name, client in self._external.items()))
+        if not awaits_shadows:
+            self._reaching = [asyncio.create_task(self._look_for(*trial)) for trial in self._trials.items()]
+        awaited = {name: self._external[name] for name in self._external if awaits_shadows or name not in self._trials}
+        await asyncio.gather(*(self._reach(name, client) for name, client in awaited.items()))
         self._gives_token_rewards = (await self.describe()).token_rewards
         self.states.enter("waiting")
 
     async def describe(self) -> reward_pb2.DescribeResponse:
-        """The description of the weighted sum."""
-        specs = {name: await component.describe() for name, component in self._components.items()}
-        return compose_spec("reward", specs, self._weights, self._routed, self._shadows)
+        """The description of the weighted sum, without the shadows elsewhere that have not been there yet. It says of
+        them beforehand what would change its meaning when they come: that they may compare the responses of a group.
+        """
+        specs = {}
+        for name, component in self._components.items():
+            spec = self._trials[name].described if name in self._trials else await component.describe()
+            if spec is not None:
+                specs[name] = spec
+        joined = compose_spec("reward", specs, self._weights, self._routed, self._shadows)
+        joined.whole_groups = joined.whole_groups or bool(self._trials)
+        return joined
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[reward_pb2.ScoreResult]:
         """One result per item, in order. Ids must be unique."""
@@ -181,8 +201,10 @@ class Dispatcher:
         outcomes: list[dict[str, Outcome]] = [{} for _ in items]
         for (name, found), of_component in zip(places.items(), scored, strict=True):
             for place, outcome in zip(found, of_component, strict=True):
-                if name not in self._shadows or isinstance(outcome, Score):
+                if name not in self._shadows:
                     outcomes[place][name] = outcome
+                elif isinstance(outcome, Score):
+                    outcomes[place][name] = replace(outcome, token_rewards=None)
         return outcomes
 
     def _places(self, items: Sequence[reward_pb2.ScoreItem]) -> dict[str, Sequence[int]]:
@@ -211,6 +233,8 @@ class Dispatcher:
     async def close(self) -> None:
         """Kills the workers and closes the connections."""
         self._underway.close()
+        for task in self._reaching:
+            task.cancel()
         if self._pool is not None:
             await asyncio.to_thread(self._pool.close)
         for close in self._closers:
@@ -227,6 +251,13 @@ class Dispatcher:
         component = open_http(name, scorer, rpc, timeout_s=timeout_s, max_attempts=max_attempts)
         self._closers.append(component.close)
         return component
+
+    async def _look_for(self, name: str, client: Elsewhere) -> None:
+        """Has a shadow described before it is to score; told where it is not."""
+        try:
+            await self._reach(name, client)
+        except RoleCallError as error:
+            logger.warning("no item is scored by the shadow %s until it answers: %s", name, error.message)
 
     async def _reach(self, name: str, client: Elsewhere) -> None:
         start_timeout_s = self._settings.start_timeout_s

@@ -40,6 +40,7 @@ from rolecall.scoring.client import RewardClient, open_client
 from rolecall.scoring.scores import Failure, Outcome
 from rolecall.settings import RewardComponent, RewardSection, RpcSection
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
+from rolecall.wire import encode_tensor
 from services.reward.config import RewardSettings
 from services.reward.dispatcher import Dispatcher
 from services.reward.service import RewardServicer
@@ -62,7 +63,12 @@ async def start_service(folder: Path) -> AsyncIterator[StartService]:
     """Starts the reward service with the components given (as in the file) in this process; gives its address."""
     async with AsyncExitStack() as stack:
 
-        async def start(start_timeout_s: float = 10.0, plays_all: bool = True, **components: dict[str, Any]) -> str:
+        async def start(
+            start_timeout_s: float = 10.0,
+            plays_all: bool = True,
+            awaits_shadows: bool = True,
+            **components: dict[str, Any],
+        ) -> str:
             parts = {
                 name: COMPONENT.validate_python(component, context={"base": folder})
                 for name, component in components.items()
@@ -77,7 +83,7 @@ async def start_service(folder: Path) -> AsyncIterator[StartService]:
             )
             dispatcher = Dispatcher(settings, RpcSection())
             stack.push_async_callback(dispatcher.close)
-            await dispatcher.start()
+            await dispatcher.start(awaits_shadows=awaits_shadows)
             return await stack.enter_async_context(serving(RewardServicer(dispatcher, on_score=lambda: None)))
 
         yield start
@@ -238,6 +244,78 @@ async def test_a_shadow_is_reported_and_fails_nothing(start_service: StartServic
         Score(0.0, {"correct": 0.0, "trial": 0.5}, answer="raise"),
     ]
     assert without_trial == [Score(1.0, {"correct": 1.0, "mine": 1.0}, answer="fine")]
+
+
+TRIAL = {"weight": 0, "timeout_s": 2.0}
+
+
+async def test_a_shadow_that_is_away_or_another_than_before_holds_nothing_up(
+    start_service: StartService, caplog: pytest.LogCaptureFixture
+) -> None:
+    correct, liar = {"scorer": {"kind": "exact_match"}}, Liar()
+    async with serving(liar) as external:
+        address = await start_service(
+            correct=correct, trial={"scorer": {"kind": "external", "address": external}, **TRIAL}
+        )
+    client, channel = open_client(
+        RewardSection(address=address, components={"correct": correct}), address, RpcSection()
+    )
+    async with channel:
+        first = await client.describe()
+        client.forget()  # as after a call that failed
+        assert await client.describe() == first
+        assert await client.score(items_of("42", truth="42")) == [Score(1.0, {"correct": 1.0}, answer="42")]
+        liar.spec.reward.max = 2
+        async with serving(liar, bind=external):
+            for _ in range(3):
+                client.forget()
+                assert await client.score(items_of("42", truth="42")) == [Score(1.0, {"correct": 1.0}, answer="42")]
+        told = [line for line in caplog.messages if "changed the range of its reward from (0.0, 1.0)" in line]
+        assert len(told) == 1
+        liar.spec.reward.max = 1
+        async with serving(liar, bind=external):
+            (score,) = await client.score(items_of("42", truth="42"))
+    assert score == Score(1.0, {"correct": 1.0, "trial": 0.5}, answer="42")
+
+
+async def test_a_service_starts_while_a_shadow_is_away_which_is_scored_and_sent_what_it_reads_once_it_is_there(
+    start_service: StartService,
+) -> None:
+    correct, liar = {"scorer": {"kind": "exact_match"}}, Liar()
+    liar.spec.whole_groups = liar.spec.token_rewards = True
+    liar.spec.components.add(name="style", min=0, max=1)
+
+    def give_all(response: reward_pb2.ScoreResponse) -> None:
+        for result in response.results:
+            result.reward.components["style"] = 1.0
+            result.reward.token_rewards.CopyFrom(encode_tensor(np.ones(3, np.float32)))
+
+    liar.lie = give_all
+    async with serving(liar) as external:
+        pass
+    address = await start_service(
+        awaits_shadows=False,
+        correct=correct,
+        trial={"scorer": {"kind": "external", "address": external}, **TRIAL},
+        asked={"scorer": {"kind": "openrlhf", "address": f"http://{external}/score", "range": [0, 1]}, **TRIAL},
+    )
+    client, channel = open_client(
+        RewardSection(address=address, components={"correct": correct}), address, RpcSection()
+    )
+    alone = Score(1.0, {"correct": 1.0}, answer="42")
+    async with channel:
+        assert [part.name for part in (await client.describe()).components] == ["correct"]
+        items = items_of("42", truth="42")
+        items[0].prompt_token_ids = b"1234"
+        assert await client.score(items) == [alone]
+        async with serving(liar, bind=external):
+            scores: list[Outcome] = [alone]
+            async with asyncio.timeout(30.0):
+                while scores == [alone]:
+                    scores = await client.score(items)
+        assert scores == [Score(1.0, {"correct": 1.0, "trial": 0.5, "trial/style": 1.0}, answer="42")]
+        assert liar.requests[-1].items[0].prompt_token_ids == b"1234"
+        assert len((await client.describe()).components) == 3
 
 
 async def test_a_component_may_compare_the_responses_of_a_group(start_service: StartService) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rolecall.data.mixture import Mixture
@@ -22,18 +23,22 @@ from rolecall.errors import (
     StoreRolledBackError,
     WorkerLostError,
 )
-from rolecall.scoring.scores import Item
+from rolecall.reward import SERVICE_NAME as REWARD_SERVICE
+from rolecall.reward import Scorer, description, one_by_one
+from rolecall.rpc.callers import Caller
+from rolecall.scoring.scores import Item, Score
 from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
 from rolecall.store.position import GroupState, RunPosition
 from rolecall.store.rows import Rows
 from rolecall.v1 import controller_pb2 as pb
-from rolecall.v1 import training_pb2
+from rolecall.v1 import reward_pb2_grpc, training_pb2
 from services.controller.durable.run_point import Checkpoints
 from services.rollout.scripted import ScriptedEngine
 from tests.fixtures_store import StoreUnderTest
 from tests.integration.test_distillation import LightTeacher, section_of
-from tests.twins.run import RUN_S, Life, LightRun, TwinRun, balance, check_trained_once, parity
+from tests.twins.callers import of_role, party
+from tests.twins.run import RUN_S, Life, LightRun, TwinRun, balance, check_trained_once, parity, served
 from tests.twins.trainer import ActorTwin
 from tests.waiting import until
 
@@ -104,8 +109,9 @@ async def test_a_recovery_waits_for_checkpoints_that_are_away(
     assert balance(run) == (12, 12, 0, 0)
 
 
+@pytest.mark.parametrize("other", [{"shaping": {"clip_max": 0.5}}, {"advantage": {"kind": "remax"}}])
 async def test_a_batch_whose_columns_are_of_other_settings_asks_for_them(
-    light_run: LightRun, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+    light_run: LightRun, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
 ) -> None:
     async with light_run() as run, run.rollout("rollout-0"):
         before = run.settings
@@ -121,7 +127,7 @@ async def test_a_batch_whose_columns_are_of_other_settings_asks_for_them(
             await run.to_the_end()
         monkeypatch.setattr(Rows, "put", put)
         tree = before.model_dump(exclude_defaults=True)
-        algorithm = {"groups_per_batch": 4, "shaping": {"clip_max": 0.5}}
+        algorithm = {"groups_per_batch": 4, **other}
         changed = make_settings(**{**tree, "algorithm": algorithm}).algorithm
         run.settings = before.model_copy(update={"algorithm": changed})
         with pytest.raises(ConfigError, match="resume it once with the settings that it had"):
@@ -195,6 +201,39 @@ async def test_groups_that_were_sampled_before_their_routing_is_replayed_are_dro
     position = run.ledger.position()
     assert (position.lineage, position.trained, set(position.dropped)) == (0, 20, {"no_routed_experts"})
     check_trained_once(run.actor.trainer, 40)
+
+
+async def test_groups_that_were_scored_before_a_loss_reads_token_rewards_are_dropped_and_no_failures(
+    light_run: LightRun, store: StoreUnderTest, make_settings: MakeSettings
+) -> None:
+    class Crediting(ActorTwin):
+        trains_on = (*ActorTwin.trains_on, "token_rewards")
+
+    async with light_run(
+        run={"num_steps": 5}, algorithm={"groups_per_batch": 4, "max_staleness": 2}, reward={"max_failed_groups": 0}
+    ) as run:
+        async with run.rollout("rollout-0"), run.controller() as life:
+            await life.reaches(1)
+            await life.stub.StopRun(pb.StopRunRequest(checkpoint=True))
+            await life.ends()
+        spec = description("credit", (0, 1), ("response_text", "ground_truth"), {}, True, max_items=0)
+        scorer = Scorer(spec, one_by_one(credited, spec), None)
+        add = reward_pb2_grpc.add_RewardServiceServicer_to_server
+        async with AsyncExitStack() as stack:
+            rpc = of_role(party(), Caller.REWARD, store.run)
+            tree = run.settings.model_dump(exclude_defaults=True)
+            tree["reward"]["address"] = await served(stack, add, scorer, REWARD_SERVICE, rpc=rpc)
+            tree["algorithm"]["policy_loss"] = {"kind": "custom", "function": "mine:loss", "columns": ["token_rewards"]}
+            run.settings = make_settings(**tree)
+            run.actor.restart(Crediting(store.rows))
+            await run.to_the_end("rollout-1")
+    position = run.ledger.position()
+    assert (position.lineage, position.trained, set(position.dropped)) == (0, 20, {"no_token_rewards"})
+    check_trained_once(run.actor.trainer, 40)
+
+
+def credited(item: Item) -> Score:
+    return Score(parity(item), {}, np.zeros(item.num_response_tokens, np.float32))
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 0), (2, 1)])

@@ -40,7 +40,7 @@ from rolecall.errors import (
 from rolecall.launcher.supervisor import RUN_CALL_TIMEOUT_S
 from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
-from rolecall.scoring.scores import Item
+from rolecall.scoring.scores import Item, Score
 from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
 from rolecall.trajectory import seed_of
@@ -402,6 +402,20 @@ async def test_a_scorer_that_is_away_at_the_start_is_named_in_status_and_in_the_
             assert status.trouble.startswith("scorer 'reward' at 127.0.0.1:9 gives no scores: ")
             with pytest.raises(BudgetSpentError, match=r"reward.* did not come up within .*; reward: 127\.0\.0\.1:9 "):
                 await life.ends()
+
+
+async def test_a_shadow_that_was_never_there_ends_a_new_run_at_its_start_and_is_named(light_run: LightRun) -> None:
+    part = {"scorer": {"kind": "exact_match"}}
+    reward = {"components": {"right": part, "trial": {**part, "weight": 0}}}
+    named = r"reward did not come up within .* of reward\.components\.trial have not answered; correct their addresses"
+    async with light_run(
+        score=lambda item: Score(parity(item), {"right": 1.0}),
+        components={"right": (0.0, 1.0)},
+        reward=reward,
+        controller={"start_timeout_s": 3.0},
+    ) as run:
+        with pytest.raises(BudgetSpentError, match=named):
+            await run.to_the_end("rollout-0")
 
 
 async def test_a_limit_of_the_scorers_rate_drops_no_group(light_run: LightRun) -> None:

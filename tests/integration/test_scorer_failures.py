@@ -233,7 +233,7 @@ async def test_a_group_without_the_token_rewards_that_a_loss_trains_on_is_not_sc
         scoring(store, make_settings, address, algorithm=algorithm, reward=reward) as scorer,
     ):
         group = new_group(store)
-        for _ in range(2):  # a score that is kept has none, either
+        for _ in range(2):  # nothing is kept of it
             with pytest.raises(ScorerError, match=r"trains on token_rewards, and the scorer gave none"):
                 await scorer.score(group)
 

@@ -366,6 +366,25 @@ def test_a_restored_cursor_continues_the_same_sequence_across_epochs(renderer: P
     assert [resumed.next().uid for _ in range(5)] == [uid for uid, _ in uids[7:]]
 
 
+def test_a_place_in_other_prompts_is_refused_and_one_of_a_release_that_noted_none_goes_on(
+    renderer: PromptRenderer,
+) -> None:
+    texts = [str(i) for i in range(6)]
+    first = sequence(renderer, texts)
+    for _ in range(4):
+        first.next()
+    noted = first.cursor
+    assert Cursor.decode(noted.encode()) == noted
+    assert sequence(renderer, ["another text", *texts[1:]], noted).next(), "rows are told by their uids"
+    for others in (texts[:5], texts[:2], [*texts, "6"]):
+        with pytest.raises(ConfigError, match=rf"data\.preprocess: .*\({len(others)} now\).*number 4 of epoch 0; put"):
+            sequence(renderer, others, noted)
+    of_before = Cursor.decode(b"[0, 4, 0, 0]")
+    assert sequence(renderer, texts, of_before).next() == first.next()
+    with pytest.raises(ConfigError, match=r"data\.preprocess"):
+        sequence(renderer, texts[:2], of_before)
+
+
 LONG = "1 2 3 4 5 6 7 8 9 " * 10
 CURRICULUM = CurriculumSection(min_success_rate=0.3, max_success_rate=0.7, revisit_epochs=3)
 

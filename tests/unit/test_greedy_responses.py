@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rolecall.errors import BatchMismatchError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import PromptBytes, StoreBudget, batch_bytes
 from rolecall.trajectory import row_bytes, rows_of
@@ -57,6 +58,12 @@ def test_remax_columns_of_a_batch_are_the_hand_worked_ones_and_the_greedy_rows_a
     assert [ref.id for ref in batch.greedy_rows] == ["5/2", "6/1"]
     advantages = [column["advantages"].tolist() for column in columns]
     assert advantages == [[0, 0, 0.75, 0.75], [0, 0, -0.25, -0.25], [0, 0, 0, 0]]
+
+
+def test_a_batch_that_was_sealed_for_another_estimator_has_another_digest_under_remax() -> None:
+    groups = [replace(group(5, 0.25, 1.0), greedy=None), group(6, 1.0, 1.0)]
+    with pytest.raises(BatchMismatchError, match="sampled for another estimator, without a greedy response"):
+        prepare(run_settings(), 3, groups, [row(1), row(1)], [row(1)])
 
 
 def test_a_greedy_responses_token_rewards_are_part_of_what_it_earned() -> None:

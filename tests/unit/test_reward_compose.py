@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.errors import ScorerError
-from rolecall.scoring.description import component_spec, problem_of, spec_problem
+from rolecall.scoring.description import change_of, component_spec, problem_of, spec_problem
 from rolecall.scoring.exchange import believed, cut, only
 from rolecall.scoring.items import chunked, score_item
 from rolecall.scoring.results import call_scorer
@@ -142,6 +142,23 @@ def test_an_unbounded_component_unbounds_the_sum_unless_its_weight_is_zero() -> 
     assert not counted.HasField("max")
     reported = compose_spec("reward", specs, {"a": 1.0, "b": 0.0}).reward
     assert (reported.min, reported.max) == (0.0, 1.0)
+
+
+def test_what_may_change_of_a_shadow_is_no_part_of_the_description() -> None:
+    trial = spec(0, 5, token_rewards=True)
+    trial.components.add(name="style", min=0, max=1)
+    both, weights = {"a": spec(0, 1), "trial": trial}, {"a": 1.0, "trial": 0.0}
+    joined = compose_spec("reward", both, weights, shadows=("trial",))
+    assert not joined.token_rewards
+    assert list(joined.components[1:]) == [
+        reward_pb2.ComponentSpec(name=name, may_be_absent=True) for name in ("trial", "trial/style")
+    ]
+    without = compose_spec("reward", {"a": spec(0, 1)}, weights, shadows=("trial",))
+    assert change_of(joined, without) is change_of(without, joined) is None
+    routed = compose_spec("reward", {"a": spec(0, 1), "b": spec(0, 1)}, {"a": 1.0, "b": 1.0}, routed=("b",))
+    assert "the range of its reward" in (change_of(without, routed) or "")
+    counted = compose_spec("reward", {"a": spec(0, 1), "trial": spec(0, 5)}, weights)
+    assert "its components" in (change_of(without, counted) or "")
 
 
 finite = st.floats(-1e6, 1e6)

@@ -38,6 +38,14 @@ READ_BLOCK_S = 0.2
 one under way.
 """
 
+_OLDER = {
+    ROUTED_EXPERTS: ("no_routed_experts", "sampled before actor.router_replay r3, without its experts"),
+    "token_rewards": ("no_token_rewards", "scored before algorithm.policy_loss read token_rewards, without them"),
+}
+"""Columns that nobody can write any more where a group is older than the setting that trains on them: the reason to
+drop it, and why.
+"""
+
 READ_COUNT = 256
 """Most committed groups taken in one read."""
 
@@ -155,22 +163,21 @@ class Collection:
                 )
                 await self.drop(group.gid, rows_of(group), "row_missing", str(error))
                 return
-            if await self._lacks_routing(group):
-                logger.warning(
-                    "group %d was sampled before actor.router_replay r3, without its experts; it is dropped", group.gid
-                )
-                await self.drop(group.gid, rows_of(group), "no_routed_experts", "")
-                return
+            for column, (reason, why) in _OLDER.items():
+                if await self._lacks(group, column):
+                    logger.warning("group %d was %s; it is dropped", group.gid, why)
+                    await self.drop(group.gid, rows_of(group), reason, "")
+                    return
             await self._noting.call((group.gid, float(scored.totals_G.mean())))
             await self._sort(scored)
 
-    async def _lacks_routing(self, group: trajectory_pb2.CommittedGroup) -> bool:
-        """Whether the group is older than the setting that replays its routing. Nobody can say it any more."""
+    async def _lacks(self, group: trajectory_pb2.CommittedGroup, column: str) -> bool:
+        """Whether the group is older than the setting that trains on the column of _OLDER."""
         return (
-            ROUTED_EXPERTS in self._settings.columns_trained_on
+            column in self._settings.columns_trained_on
             and group.gid < self._next_gid
             and group.gid not in self._sealed
-            and not await self._threads.call(self._rows.hold, group.rows, ROUTED_EXPERTS)
+            and not await self._threads.call(self._rows.hold, group.rows, column)
         )
 
     async def _scored(self, group: trajectory_pb2.CommittedGroup) -> ScoredGroup:

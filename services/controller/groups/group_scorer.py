@@ -135,8 +135,6 @@ class GroupScorer:
                         tasks.create_task(self._ask(name, prefix, refs[:num_responses]))
             names = await self._component_names()
             scores = _kept_scores(rows, names) if scoring is None else scoring.result()
-            if "token_rewards" in self._settings.columns_trained_on:
-                _require_token_rewards(scores[:num_responses])
         return replace(_scored_group(group, rows, metas, scores, names, landed_at_s), references=later)
 
     async def _score(
@@ -147,6 +145,8 @@ class GroupScorer:
     ) -> list[Score]:
         """The scores, written to the rows at once: a reference that is away has nobody scored again."""
         scores = _scores_of(metas, await self._outcomes(refs, metas, rows))
+        if "token_rewards" in self._settings.columns_trained_on:
+            _require_token_rewards(scores)
         return await self._keep(refs, rows, scores, await self._component_names())
 
     async def _outcomes(

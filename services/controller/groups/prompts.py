@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -69,10 +69,12 @@ class Cursor:
     """Prompts refused so far for their length."""
     num_unshown: int = 0
     """Prompts refused so far for images that cannot be shown."""
+    prompts: str = ""
+    """Digest of the prompts that `index` counts, by their uids in order; empty: of a release that noted none."""
 
     def encode(self) -> bytes:
         """Bytes for the ledger and checkpoints."""
-        return json.dumps([self.epoch, self.index, self.num_too_long, self.num_unshown]).encode()
+        return json.dumps(astuple(self)).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> "Cursor":
@@ -104,14 +106,24 @@ class PromptSequence:
         cursor: Cursor = Cursor(),
         rates: Mapping[str, SuccessRate] | None = None,
     ) -> None:
-        """Goes on from `cursor`, with the success rates by prompt uid that a curriculum goes by."""
+        """Goes on from `cursor`, with the success rates by prompt uid that a curriculum goes by. ConfigError when the
+        cursor is a place in other prompts.
+        """
+        digest = hashlib.sha256("\n".join(raw.uid for raw in prompts).encode()).hexdigest()[:16]
+        if cursor.index > len(prompts) or cursor.prompts not in ("", digest):
+            raise ConfigError(
+                f"data.preprocess: it gives other prompts ({len(prompts)} now), or others first, than those in which "
+                f"the run has its place, number {cursor.index} of epoch {cursor.epoch}; put the function back as it "
+                "was, or start another run with another run.dir and run.name (rolecall export makes a model of this "
+                "one's checkpoint)"
+            )
         self._prompts = prompts
         self._renderer = renderer
         self._seed = seed
         self._shuffle = shuffle
         self._curriculum = curriculum
         self._rates = dict(rates or {})
-        self.cursor = cursor
+        self.cursor = replace(cursor, prompts=digest)
         self._order = self._order_of(cursor.epoch)
         self._num_passed = 0
         """Places looked at since the last prompt."""

@@ -24,6 +24,7 @@ from rolecall.algorithms.shaping import (
     trained_mask,
 )
 from rolecall.columns import TEACHER, reference_column
+from rolecall.errors import BatchMismatchError
 from rolecall.settings import AlgorithmSection, DistillationSection, RunSettings
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array
@@ -262,8 +263,12 @@ def _components(groups: Sequence[ScoredGroup]) -> dict[str, Array]:
 def _greedy_rewards(
     settings: RunSettings, groups: Sequence[ScoredGroup], greedy_rows: Sequence[Mapping[str, Array]], moments: Moments
 ) -> Array:
-    """float32 [B]: for each trajectory, all that the greedy response to its prompt earned, shaped as the others'."""
+    """float32 [B]: for each trajectory, all that the greedy response to its prompt earned, shaped as the others'.
+    BatchMismatchError when a group has none, which a batch that is not sealed never has.
+    """
     raw_B = np.array([group.greedy.reward for group in groups if group.greedy is not None], np.float32)
+    if len(raw_B) < len(groups):
+        raise BatchMismatchError("groups of the batch were sampled for another estimator, without a greedy response")
     totals = [rewards_T.sum() for rewards_T in _placed_rewards(settings, raw_B, greedy_rows, moments)]
     return np.repeat(np.array(totals, np.float32), [len(group.rows) for group in groups])
 

@@ -64,6 +64,11 @@ class HttpComponent:
         """The reason why it gives no scores at present; empty while it does."""
         return self._server.peer.trouble
 
+    @property
+    def described(self) -> reward_pb2.DescribeResponse | None:
+        """The description; None before its server was there."""
+        return self._way.spec if self._is_known else None
+
     async def describe(self) -> reward_pb2.DescribeResponse:
         """Returns what it reads and returns, once its server was there. Raises what the call raises."""
         if not self._is_known:
