@@ -39,6 +39,7 @@ help.
     │   ├── StorageUnavailableError the place of checkpoints or of the run's files does not answer
     │   │   └── SaveHangsError    a checkpoint is still being written, past its deadline
     │   ├── ScorerUnavailableError a scorer does not answer
+    │   │   └── ScorerLoadingError a server of the run's has not answered yet
     │   ├── EnvironmentAwayError  an environment does not answer, or has no room
     │   └── WorkerLostError       a process or rank died
     ├── DeadlineError             a wait ended without its event           DEADLINE_EXCEEDED    retry
@@ -213,6 +214,10 @@ class SaveHangsError(StorageUnavailableError):
 
 class ScorerUnavailableError(UnavailableError):
     reason = "SCORER_UNAVAILABLE"
+
+
+class ScorerLoadingError(ScorerUnavailableError):
+    reason = "SCORER_LOADING"
 
 
 class EnvironmentAwayError(UnavailableError):

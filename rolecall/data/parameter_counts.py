@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolecall.data.adapters import num_adapter_parameters
+from rolecall.data.megatron.stages import rank_parameters
 from rolecall.data.model_files import ModelFacts, read_model
 from rolecall.settings import LoraSection, RunSettings
 
@@ -19,8 +20,8 @@ class ParameterCounts:
     trained: int
     """Parameters in float32, with gradients and moments. A value head beside adapters, some thousands, is left out."""
     frozen: int
-    """Parameters of a base beneath adapters, of a vision tower that stays as it is or of a reference, in model.dtype;
-    0: every parameter is trained.
+    """Parameters of a base beneath adapters or of a vision tower that stays as it is, in model.dtype; 0: all are
+    trained.
     """
 
 
@@ -41,14 +42,16 @@ def critic_parameters(settings: RunSettings, facts: ModelFacts) -> ParameterCoun
     return _counts(settings, facts, critic.path or settings.model.path, critic.lora, "critic.lora")
 
 
-def reference_parameters(settings: RunSettings, name: str, facts: ModelFacts) -> ParameterCounts:
-    """Counts those of the reference `name`, whose model is that of its path, else the actor's, which `facts` tell of.
-    ConfigError when its files are not whole.
+def reference_held(settings: RunSettings, name: str, facts: ModelFacts) -> float:
+    """Counts those on the fullest rank of the reference `name`, whose model is that of its path, else the actor's,
+    which `facts` tell of. ConfigError when its files are not whole, or it has too few layers for its stages.
     """
-    path = settings.references[name].path
-    if path is not None:
-        facts = read_model(path, f"references.{name}.path")
-    return ParameterCounts(0, facts.num_parameters)
+    section, setting = settings.references[name], f"references.{name}.path"
+    if settings.actor.backend == "megatron":
+        path = section.path or settings.model.path
+        return rank_parameters(path, section, settings.actor.megatron, setting).held
+    whole = facts if section.path is None else read_model(section.path, setting)
+    return whole.num_parameters / section.num_shards
 
 
 def _counts(

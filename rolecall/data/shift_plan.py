@@ -13,9 +13,9 @@ from pathlib import Path
 
 from rolecall.data.megatron.stages import rank_parameters
 from rolecall.data.model_files import ModelFacts
-from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_parameters
+from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_held
 from rolecall.errors import ConfigError
-from rolecall.settings import OptimizerSection, ReferenceSection, RunSettings, TrainerSection
+from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
 
 NVIDIA_SMI_TIMEOUT_S = 10.0
 CONTEXT_BYTES = 3 * 2**28
@@ -133,16 +133,13 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
         shards, per_trained = section.num_shards, _MASTER + moments(optimizer)
         return bytes_of(counts, _MASTER) / shards, bytes_of(counts, per_trained) / shards
 
-    def held_by(name: str, section: ReferenceSection) -> float:
-        if actor.backend == "megatron":
-            path = section.path or settings.model.path
-            return rank_parameters(path, section, actor.megatron, f"references.{name}.path").held * size
-        return reference_parameters(settings, name, facts).frozen * size / section.num_shards
+    def held_by(name: str) -> float:
+        return reference_held(settings, name, facts) * size
 
     def staying(gpu: int) -> float:
         """Bytes on one GPU of the references that stay there, and of the CUDA of all."""
         on = {name: section for name, section in references.items() if gpu in section.devices}
-        stay = sum(held_by(name, section) for name, section in on.items() if not section.offload)
+        stay = sum(held_by(name) for name, section in on.items() if not section.offload)
         return len(on) * CONTEXT_BYTES + stay
 
     acting = actor_parameters(settings, facts)
@@ -154,7 +151,7 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
     packed = 2 * facts.largest_layer * size if settings.published_adapters is None else 0
     return ShiftPlan(
         resident=num_processes * CONTEXT_BYTES + max(map(staying, shared), default=0.0),
-        scored=max((held_by(name, section) for name, section in references.items() if section.offload), default=0.0),
+        scored=max((held_by(name) for name, section in references.items() if section.offload), default=0.0),
         parameters=parameters,
         trained=trained,
         passing=SLOT_BYTES + 2 * BUCKETS * settings.weights.bucket_bytes + packed + received_bytes(settings, facts),

@@ -22,7 +22,7 @@ from rolecall.scoring.description import change_of, spec_gaps, spec_problem
 from rolecall.scoring.exchange import believed, cut, drop_undeclared, only
 from rolecall.scoring.joint import JointCalls
 from rolecall.scoring.peer import Peer
-from rolecall.scoring.retries import with_retries
+from rolecall.scoring.retries import Retries
 from rolecall.scoring.scores import Failure, Outcome
 from rolecall.settings import FEW_CALLS, ControllerSection, ExternalScorer, RewardSection, RpcSection, taken_names
 from rolecall.telemetry.scorers import ScorerMeter
@@ -55,6 +55,7 @@ class RewardClient:
         hedge_after_s: float | None = None,
         is_joint: bool = False,
         is_whole: bool = False,
+        loads: bool = False,
     ) -> None:
         """`name` and `address` name the scorer in messages; `timeout_s` is the deadline of one call and `max_attempts`
         the tries per call and per item. max_calls: bound on the requests under way; further ones wait, within their
@@ -62,12 +63,12 @@ class RewardClient:
         hedge_after_s: a Score call that takes longer is made a second time, and whichever answers first counts.
         is_joint: what waits may go together (joint.py); ids must then be unique among all that is scored.
         is_whole: it is the run's reward and not a component of it, so that its components are metrics of their own.
+        loads: the run starts its server, which loads a model.
         """
         self._stub = reward_pb2_grpc.RewardServiceStub(channel)
         self._name = name
         self._address = address
         self._timeout_s = timeout_s
-        self._max_attempts = max_attempts
         self._is_foreign = is_foreign
         self._is_whole = is_whole
         self._spec: reward_pb2.DescribeResponse | None = None
@@ -78,11 +79,9 @@ class RewardClient:
         self._told_change: str | None = None
         self._asking: asyncio.Task[reward_pb2.DescribeResponse] | None = None
         self._calls = asyncio.Semaphore(max_calls)
-        self._peer = Peer(name=name, address=address, timeout_s=timeout_s, hedge_after_s=hedge_after_s)
-        self._meter = ScorerMeter(name)
+        self._peer = Peer(name=name, address=address, timeout_s=timeout_s, hedge_after_s=hedge_after_s, loads=loads)
+        self._retries = Retries(max_attempts, ScorerMeter(name), self._takes_whole_groups)
         self._once = JointCalls(self._attempt, max_calls, timeout_s).score if is_joint else self._attempt
-        self._is_undescribed = False
-        """Whether `trouble` is that it does not describe itself."""
 
     @property
     def trouble(self) -> str:
@@ -113,7 +112,7 @@ class RewardClient:
         """One outcome per item, in the items' order; ids must be unique. Failures of the scorer or of the connection
         are outcomes, not exceptions.
         """
-        return await with_retries(self._once, items, self._max_attempts, self._meter, self._takes_whole_groups)
+        return await self._retries.outcomes(self._once, items)
 
     def _takes_whole_groups(self) -> bool:
         return self._first is not None and self._first.whole_groups
@@ -122,12 +121,9 @@ class RewardClient:
         try:
             spec = await self._description()
         except RoleCallError as error:
-            self._is_undescribed = True
-            self._peer.is_silent(self._peer.failure(error))
+            self._peer.is_unknown(error)
             raise
-        if self._is_undescribed:
-            self._is_undescribed = False
-            self._peer.is_back()
+        self._peer.is_known()
         problem = spec_problem(spec) or (taken_problem(spec) if self._is_whole else None)
         if problem:
             raise ScorerError(f"scorer {self._name!r} {problem}")
@@ -286,5 +282,6 @@ def open_external(
         max_calls=scorer.max_calls,
         is_foreign=scorer.server is None,  # a reward model of the run's gives logits, which have no range
         hedge_after_s=scorer.hedge_after_s,
+        loads=scorer.server is not None,
     )
     return client, channel

@@ -13,7 +13,7 @@ from rolecall.rpc.tls import token_of
 from rolecall.scoring.http import HttpCarrier
 from rolecall.scoring.open_inference import InferenceCarrier
 from rolecall.scoring.peer import Peer
-from rolecall.settings import RpcSection, ScorerServer, token_given
+from rolecall.settings import ExternalScorer, RpcSection, ScorerServer, token_given
 
 
 class Carrier(Protocol):
@@ -48,7 +48,13 @@ class JsonServer:
             InferenceCarrier(scorer, rpc, token) if scorer.over_grpc else HttpCarrier(scorer, rpc, token)
         )
         self._timeout_s = timeout_s
-        self.peer = Peer(name=name, address=scorer.address, timeout_s=timeout_s, hedge_after_s=scorer.hedge_after_s)
+        self.peer = Peer(
+            name=name,
+            address=scorer.address,
+            timeout_s=timeout_s,
+            hedge_after_s=scorer.hedge_after_s,
+            loads=isinstance(scorer, ExternalScorer) and scorer.server is not None,
+        )
         self._calls = asyncio.Semaphore(scorer.max_calls)
 
     async def post(self, path: str, body: object | Callable[[], object]) -> Any:
@@ -78,11 +84,11 @@ class JsonServer:
         try:
             answer, _ = await self.peer.within_limit(lambda: self._carrier.call("", None, self._timeout_s))
         except (UnavailableError, DeadlineError, UnauthenticatedError, RateLimitedError) as error:
-            self.peer.is_silent(self.peer.failure(error))
+            self.peer.is_unknown(error)
             raise
         except RoleCallError:
             answer = None
-        self.peer.is_back()
+        self.peer.is_known()
         return answer
 
     async def close(self) -> None:

@@ -11,10 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from rolecall.errors import (
+    DeadlineError,
     RateLimitedError,
     RoleCallError,
+    ScorerLoadingError,
     ScorerUnavailableError,
     UnauthenticatedError,
+    UnavailableError,
     VersionMismatchError,
 )
 from rolecall.rpc import deadlines
@@ -34,9 +37,12 @@ is away.
 class Peer:
     """One scorer elsewhere. Used from one event loop."""
 
-    def __init__(self, *, name: str, address: str, timeout_s: float, hedge_after_s: float | None = None) -> None:
+    def __init__(
+        self, *, name: str, address: str, timeout_s: float, hedge_after_s: float | None = None, loads: bool = False
+    ) -> None:
         """`name` and `address` name the scorer in messages; `timeout_s` is the deadline of one call. hedge_after_s: a
-        call that takes longer is made a second time, and whichever answers first counts.
+        call that takes longer is made a second time, and whichever answers first counts. loads: the run starts it, so
+        that until its first answer it is loading, and not away.
         """
         self._name = name
         self._address = address
@@ -44,6 +50,10 @@ class Peer:
         self._hedge_after_s = hedge_after_s
         self._limit = RateLimit()
         self._breaker = Breaker(timeout_s)
+        self._loads = loads
+        self._is_told_loading = False
+        self._is_unknown = False
+        """Whether `trouble` is that it does not say what it is."""
         self.trouble = ""
         """Why it gives no scores at present: its name, its address, the last error. Empty once it answered again."""
 
@@ -119,9 +129,30 @@ class Peer:
                 self._breaker.answered()
         return failure
 
+    def is_known(self) -> None:
+        """Notes that it said what it is, or that it is there."""
+        self._loads = self._is_told_loading = False
+        if self._is_unknown:
+            self._is_unknown = False
+            self.is_back()
+
+    def is_unknown(self, error: RoleCallError) -> None:
+        """Notes that it did not. ScorerLoadingError, in place of `error`, while the run has yet to see it up."""
+        self._is_unknown = True
+        if self._loads and isinstance(error, UnavailableError | DeadlineError):
+            loading = ScorerLoadingError(f"scorer {self._name!r} at {self._address} is loading: {error.message}")
+            self.is_silent(self.failure(loading))
+            raise loading from error
+        self.is_silent(self.failure(error))
+
     def is_silent(self, failure: Failure) -> None:
-        """Notes that it gives no scores; one warning when that begins."""
+        """Notes that it gives no scores; one warning when that begins. One line where it, or what it asks, loads."""
         said = failure.message.removeprefix(f"scorer {self._name!r}: ")
+        if failure.code == ScorerLoadingError.reason:
+            if not self._is_told_loading:
+                logger.info("%s", said)
+            self._is_told_loading, self.trouble = True, ""
+            return
         trouble = f"scorer {self._name!r} at {self._address} gives no scores: {failure.code}: {said}"
         if not self.trouble:
             logger.warning("%s", trouble)

@@ -17,6 +17,8 @@ from rolecall.errors import (
     RoleCallError,
     RowMissingError,
     RunLockedError,
+    ScorerLoadingError,
+    ScorerUnavailableError,
     StoreRolledBackError,
     StoreUnavailableError,
 )
@@ -73,7 +75,7 @@ class ControllerRun:
         )
         self._counting: asyncio.Future[controller_pb2.LedgerCounts] | None = None
         """The newest look at the store's counts: one at a time, however many ask while the store is away."""
-        self._unanswered: dict[str, str] = {}
+        self._unanswered: dict[str, RoleCallError] = {}
         """Last error by role that is waited for."""
         self._remembering = asyncio.Lock()
         self._over = False
@@ -211,13 +213,15 @@ class ControllerRun:
                 while missing:
                     if self._board.paused:  # people may have taken the roles away until they resume it
                         limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
-                    self._board.wait_for(", ".join(sorted(missing)))
+                    self._board.wait_for(", ".join(self._awaited(role) for role in sorted(missing)))
                     if self._board.stop_requested:
                         return False
                     missing = {role for role in missing if not await self._answers(role)}
                     await asyncio.sleep(ROLE_POLL_S if missing else 0)
         except TimeoutError as error:
-            why = "".join(f"; {role}: {self._unanswered[role]}" for role in sorted(missing & self._unanswered.keys()))
+            why = "".join(
+                f"; {role}: {self._unanswered[role].message}" for role in sorted(missing & self._unanswered.keys())
+            )
             raise BudgetSpentError(
                 f"{', '.join(sorted(missing))} did not come up within controller.{name} = {timeout_s:.0f} s; see "
                 f"their logs{why}"
@@ -234,19 +238,20 @@ class ControllerRun:
         )
 
     async def _reward_answers(self) -> bool:
-        """A run starts with all its scorers; one that goes on does so without those of weight 0 that are away."""
+        """A run starts with all its scorers; one that goes on does so without those of weight 0 that are away.
+        ScorerUnavailableError.
+        """
         spec = await self._parts.reward.describe()
         if problem := filter_problem(self._settings.algorithm.filters.component, spec):
             raise ConfigError(problem)
         missing = shadows_of(self._settings.reward.components) - {part.name for part in spec.components}
         if not missing or (await self._threads.call(self._ledger.position)).published_step >= 0:
             return True
-        self._unanswered["reward"] = (
+        self._parts.reward.forget()
+        raise ScorerUnavailableError(
             f"the scorers of {', '.join(f'reward.components.{name}' for name in sorted(missing))} have not answered; "
             "correct their addresses or start them, see the reward's log"
         )
-        self._parts.reward.forget()
-        return False
 
     async def _answers(self, name: str) -> bool:
         if self._fleet.is_lost(name):
@@ -271,9 +276,13 @@ class ControllerRun:
         except RoleCallError as error:
             if not error.retryable:
                 raise
-            self._unanswered[name] = error.message
+            self._unanswered[name] = error
             return False
         return True
+
+    def _awaited(self, name: str) -> str:
+        loads = isinstance(self._unanswered.get(name), ScorerLoadingError)
+        return f"{name} (a server of its scorers is loading)" if loads else name
 
     async def _beat(self) -> None:
         """The controller's own heartbeat in the store, outages of which it outlives: runs until cancelled. FencedError

@@ -16,7 +16,7 @@ from rolecall.scoring.awaited import TIMEOUT
 from rolecall.scoring.client import open_external
 from rolecall.scoring.exchange import only
 from rolecall.scoring.items import groups_of
-from rolecall.scoring.retries import with_retries
+from rolecall.scoring.retries import Retries
 from rolecall.scoring.scores import Failure, Outcome, Score, decode_reward
 from rolecall.settings import CodeScorer, ExternalScorer, RpcSection, scorer_environment
 from rolecall.telemetry.scorers import ScorerMeter
@@ -70,8 +70,7 @@ class LocalComponent:
         self._name = name
         self._spec = catalog.describe(name, scorer)
         self._pool = pool
-        self._max_attempts = max_attempts
-        self._meter = ScorerMeter(name)
+        self._retries = Retries(max_attempts, ScorerMeter(name), lambda: self._spec.whole_groups)
 
     async def describe(self) -> reward_pb2.DescribeResponse:
         """Returns the description that follows from the configuration."""
@@ -81,9 +80,7 @@ class LocalComponent:
         """One outcome per item, in order; retryable failures were tried max_attempts times. An item that kills or holds
         its worker each time is bad data.
         """
-        return await with_retries(
-            self._attempt, items, self._max_attempts, self._meter, lambda: self._spec.whole_groups
-        )
+        return await self._retries.outcomes(self._attempt, items)
 
     async def _attempt(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
         sent = [only(item, self._spec) for item in items]
@@ -271,8 +268,6 @@ class Dispatcher:
                     except RoleCallError as error:
                         if not error.retryable:
                             raise
-                        if last is None or last.message != error.message:
-                            logger.warning("waiting for the scorer of component %s: %s", name, error.message)
                         last = error
                         await asyncio.sleep(DESCRIBE_PAUSE_S)
         except TimeoutError:

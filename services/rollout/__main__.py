@@ -32,6 +32,7 @@ from services.rollout.episodes import sampler_of
 from services.rollout.pull import PullLoop, PullSettings
 from services.rollout.replica import Replica
 from services.rollout.service import SERVICE_NAME, RolloutServicer
+from services.rollout.vllm.leftovers import Leftovers
 from services.rollout.vllm.profiles import EngineProfiles
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ async def _main(args: ServiceArgs) -> None:
     fence = Fence(lambda: read_ctl(connection, settings.run.name))
     launched = parent_to_die_with() is not None  # before this process says what its own children shall read
     post = await on_shift(settings)
-    engine = await _start_engine(config)
+    leftovers = Leftovers(settings.run.dir, args.worker)
+    engine = await _start_engine(config, leftovers)
     server = Server(settings.rpc, settings.rollout.bind, setting="rollout.bind")
     replica = _replica(settings, engine, server, post)
     telemetry.show_states(replica.states)
@@ -94,6 +96,7 @@ async def _main(args: ServiceArgs) -> None:
     finally:
         await sampler.close()
         await engine.close()
+        leftovers.remove()
         connection.close()
 
 
@@ -139,13 +142,16 @@ async def on_shift(settings: RunSettings) -> Post | None:
     return post
 
 
-async def _start_engine(config: RolloutConfig) -> "VllmEngine":
+async def _start_engine(config: RolloutConfig, leftovers: Leftovers) -> "VllmEngine":
     """Starts vLLM in its environment and warms it up."""
-    os.environ.update({**start_environment(config), **tied_to_this_process()})
+    leftovers.begin()
+    sockets = {"VLLM_RPC_BASE_PATH": str(leftovers.folder)}
+    os.environ.update({**start_environment(config), **sockets, **tied_to_this_process()})
     with _ending_at_once():
         from services.rollout.engine import VllmEngine
 
         engine = VllmEngine(config)
+        leftovers.note(await engine.shared_memory())
         await engine.warm_up()
     return engine
 

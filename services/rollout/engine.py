@@ -129,6 +129,11 @@ class VllmEngine:
         """Implements SamplingEngine.use, by what vLLM's scheduler says after each of its steps."""
         return self._use_log.use
 
+    async def shared_memory(self) -> set[tuple[str, int]]:
+        """Returns names and inodes of the memory that the engine's processes share."""
+        of_workers = await self._alive(self._llm.collective_rpc("shared_memory"))
+        return {(name, inode) for of_worker in of_workers for name, inode in of_worker}
+
     async def warm_up(self) -> None:
         """Does once what is slow only the first time, on the dummy weights: call it before the replica joins, while
         nobody's deadline runs. For the probe's logprobs torch compiles kernels, which takes tens of seconds where they

@@ -4,6 +4,7 @@ then what only ours does.
 
 import asyncio
 import importlib.util
+import logging
 import math
 import sys
 import threading
@@ -20,7 +21,13 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from rolecall.errors import InvalidInputError, ScorerError, ScorerUnavailableError, UnauthenticatedError
+from rolecall.errors import (
+    InvalidInputError,
+    ScorerError,
+    ScorerLoadingError,
+    ScorerUnavailableError,
+    UnauthenticatedError,
+)
 from rolecall.reward import (
     MAX_AWAITED,
     NUM_THREADS,
@@ -46,6 +53,8 @@ from services.reward.dispatcher import Dispatcher
 from services.reward.service import RewardServicer
 from tests.contract.peer import Authority
 from tests.contract.reward_peers import Liar, client_of, items_of, serving, write_user_module
+from tests.ports import free_port
+from tests.twins.http_scorer import http_server, judge_twin
 from tests.waiting import until
 
 COMPONENT: TypeAdapter[RewardComponent] = TypeAdapter(RewardComponent)
@@ -726,6 +735,52 @@ async def test_an_external_scorer_that_never_answers_stops_the_start_and_is_name
         pass
     with pytest.raises(ScorerUnavailableError, match="component 'there'"):
         await start_service(start_timeout_s=1.0, there={"scorer": {"kind": "external", "address": external}})
+
+
+@pytest.mark.parametrize("kind", ["judge", "external"])
+async def test_a_server_of_the_run_is_loading_until_it_first_answers_and_away_after_that(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    rubric = {"template": "{{ response }}", "verdicts": {"good": 1.0, "bad": 0.0}}
+    scorer = {"kind": kind, "server": "grader"} | ({"rubric": rubric} if kind == "judge" else {})
+    grader = {"model": "/grader"} if kind == "judge" else {"reward_model": {"path": "/grader"}}
+    section = RewardSection.model_validate(
+        {
+            "servers": {"grader": {**grader, "address": f"127.0.0.1:{port}"}},
+            "components": {"it": {"scorer": scorer, "timeout_s": 2.0, "max_attempts": 1}},
+        }
+    )
+    dispatcher = Dispatcher(
+        RewardSettings("127.0.0.1:0", section.placed_components, 1, search_path=Path(), start_timeout_s=60.0),
+        RpcSection(),
+    )
+
+    def told(level: int) -> list[str]:
+        return [record.message for record in caplog.records if record.levelno == level]
+
+    caplog.set_level(logging.INFO, "rolecall.scoring")
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(dispatcher.close)
+        starting = asyncio.create_task(dispatcher.start())
+        address = await stack.enter_async_context(serving(RewardServicer(dispatcher, on_score=lambda: None)))
+        client = await stack.enter_async_context(client_of(address, timeout_s=20.0))
+        for _ in range(3):
+            with pytest.raises(ScorerLoadingError, match=r"scorer 'it' at .* is loading"):
+                await client.describe()
+        assert (client.trouble, dispatcher.trouble) == ("", "")
+        async with AsyncExitStack() as up:
+            if kind == "judge":
+                up.enter_context(http_server(judge_twin(lambda text: "good"), port))
+            else:
+                await up.enter_async_context(serving(Liar(), bind=f"127.0.0.1:{port}"))
+            await starting
+            assert codes(await client.score(items_of("1"))) == ["ok"]
+        assert told(logging.WARNING) == []
+        assert len(told(logging.INFO)) == 2, "the reward says it once, and the controller"
+        assert codes(await client.score(items_of("2"))) != ["ok"]
+        assert len(told(logging.WARNING)) == 2
+        assert dispatcher.trouble.startswith("no scores from it at")
 
 
 async def test_the_controllers_client_is_made_from_the_configuration(start_service: StartService) -> None:

@@ -156,7 +156,7 @@ COMMANDS = {
         [ "$name" != store ] || exec python3 -c "$LISTEN"
         until [ -e stopped ] || [ -e over ] || [ $SECONDS -gt 150 ]; do
             sleep 0.1
-            [ "$name" != controller ] || [ ! -e killed ] || exit 137
+            [ "$name" != controller ] || ! grep -qs " controller" killed || exit 137
         done""",
     "rolecall": """case $1 in
         stop) touch stopped ;;
@@ -167,7 +167,8 @@ COMMANDS = {
         echo "$*" >> asked
         exit ${code:-0}""",
     "squeue": """case $* in
-        *--steps*) echo "7.5 reward"; echo "7.$(grep -c '^controller ' started) controller" ;;
+        *--steps*) echo "7.5 reward"
+            for name in controller store; do echo "$name.$(grep -c "^$name " started) $name"; done ;;
         *) [ -e cancelled ] && echo COMPLETING || echo RUNNING ;;
         esac""",
     "scancel": "echo $* >> killed",
@@ -175,13 +176,20 @@ COMMANDS = {
 }
 """What stands for Slurm, for `rolecall` and its roles on the script's PATH."""
 LISTEN = """
-import os, socket, time
-with socket.create_server(("127.0.0.1", PORT)):
-    for _ in range(1500):
-        if os.path.exists("over"):
-            break
-        time.sleep(0.1)
+import os, socket, sys, time
+server = socket.create_server(("127.0.0.1", PORT))
+server.settimeout(0.1)
+while not os.path.exists("over"):
+    if os.path.exists("killed") and "store" in open("killed").read():
+        sys.exit(137)
+    try:
+        connection, _ = server.accept()
+        if not os.path.exists("deaf"):
+            connection.sendall(b"-NOAUTH Authentication required." + bytes([13, 10]))
+    except OSError:
+        pass
 """
+"""A store that refuses whoever connects, and hangs while there is a file `deaf`."""
 
 
 class Job:
@@ -200,14 +208,16 @@ class Job:
         for name, those in codes.items():
             (self._folder / "codes" / name.replace("_", "-")).write_text(those.replace(" ", "\n"))
         environment = {
-            "PATH": f"{self._folder / 'bin'}:{os.environ['PATH']}",
+            "PATH": f"{self._folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "SLURM_SUBMIT_DIR": str(self._folder),
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "localhost",
             "SLURM_CPUS_ON_NODE": "2",
             "LISTEN": LISTEN.replace("PORT", port),
         }
-        command = ["bash", "-c", script.replace("28000", port).replace("ASK_S=30", "ASK_S=1")]
+        for asked, here in (("28000", port), ("ASK_S=30", "ASK_S=1"), ("timeout 15", "timeout 5")):
+            script = script.replace(asked, here)
+        command = ["bash", "-c", script.replace("STORE_TLS=yes", "STORE_TLS=no")]
         with (self._folder / "said").open("w") as said:
             self.process = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
 
@@ -278,7 +288,7 @@ def test_a_controller_that_answers_no_more_is_killed_and_started_again(tmp_path:
     wait("an answer", lambda: any(line.startswith("health ") for line in job.lines("asked")), 60)
     (folder / "hangs").touch()
     wait("the kill", lambda: job.lines("killed"), 60)
-    assert job.lines("killed") == ["--signal=KILL 7.1"]
+    assert job.lines("killed") == ["--signal=KILL controller.1"]
     (folder / "hangs").unlink()
     wait("the end of its first life", lambda: "controller ended with 137; starting it again" in job.said(), 60)
     (folder / "killed").unlink()
@@ -286,6 +296,23 @@ def test_a_controller_that_answers_no_more_is_killed_and_started_again(tmp_path:
     answers = len(job.lines("asked"))
     wait("more answers", lambda: len(job.lines("asked")) > answers + 7, 60)
     assert job.lines("killed") == []
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end()[0] == 0
+
+
+def test_a_store_that_answers_no_more_is_killed_and_started_again(tmp_path: Path) -> None:
+    job, folder = Job(tmp_path), tmp_path / "out"
+    wait("more questions than a store may leave unanswered", lambda: len(job.lines("asked")) > 12, 60)
+    assert job.lines("killed") == []
+    (folder / "deaf").touch()
+    wait("the kill", lambda: job.lines("killed"), 120)
+    assert job.lines("killed") == ["--signal=KILL store.1"]
+    assert "the store does not answer; killing it" in job.said()
+    (folder / "deaf").unlink()
+    wait("its end", lambda: "store ended with 137; starting it again" in job.said(), 60)
+    (folder / "killed").unlink()
+    wait("its second life", lambda: job.starts("store") == 2, 60)
+    assert job.starts("controller") == 1
     job.process.send_signal(signal.SIGTERM)
     assert job.end()[0] == 0
 
@@ -399,17 +426,20 @@ def test_a_run_is_queued_again_before_its_time_is_over_and_trains_to_its_end(tmp
 
 @on_slurm
 @pytest.mark.timeout(3000)
-def test_a_run_whose_controller_hangs_goes_on_under_another(tmp_path: Path, task: Path) -> None:
+@pytest.mark.parametrize("role", ["controller", "store"])
+def test_a_run_whose_controller_or_store_hangs_goes_on_under_another(tmp_path: Path, task: Path, role: str) -> None:
     run = Slurm(tmp_path, task)
+    store = str(run.folder / "job" / "store")
     try:
         wait("step 3", lambda: len(run.metrics("actor/loss")) >= 3, 900)
         for process in psutil.process_iter(["name", "cmdline", "cwd"]):
-            command = process.info["cmdline"] or ()
-            if "controller" in command and process.info["cwd"] == str(run.folder) and process.info["name"] != "srun":
+            command, where, is_srun = process.info["cmdline"] or (), process.info["cwd"], process.info["name"] == "srun"
+            is_controller = "controller" in command and where == str(run.folder)
+            if not is_srun and (is_controller if role == "controller" else where == store):
                 process.suspend()
         run.end()
     finally:
         run.cancel()
-    assert "the controller does not answer; killing it" in run.said()
+    assert f"the {role} does not answer; killing it" in run.said()
     assert sorted({step for step in run.metrics("step") if step > 0}) == list(range(1, 21))
     assert "balanced" in run.said()

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
+import grpc
 import pytest
 
 from rolecall.commands import steer
@@ -31,6 +32,7 @@ from rolecall.errors import (
     RateLimitedError,
     RoleCallError,
     RunLockedError,
+    ScorerLoadingError,
     ScorerUnavailableError,
     StoreUnavailableError,
     UnavailableError,
@@ -45,6 +47,7 @@ from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
 from rolecall.trajectory import seed_of
 from rolecall.v1 import controller_pb2 as pb
+from rolecall.v1 import reward_pb2
 from rolecall.v1.controller_pb2_grpc import ControllerServiceStub
 from rolecall.weights.transferred import Transferred
 from services.controller import awaiting
@@ -53,6 +56,7 @@ from services.controller.groups.prompts import PromptRenderer, PromptSequence
 from services.controller.run import ControllerRun
 from services.rollout.sampling import Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine
+from tests.contract.reward_peers import Liar, serving
 from tests.fixtures_store import StoreUnderTest
 from tests.tiny_tokenizer import write_tokenizer
 from tests.twins.callers import party, playing
@@ -416,6 +420,26 @@ async def test_a_shadow_that_was_never_there_ends_a_new_run_at_its_start_and_is_
     ) as run:
         with pytest.raises(BudgetSpentError, match=named):
             await run.to_the_end("rollout-0")
+
+
+class Loading(Liar):
+    """A reward service whose judge's server loads."""
+
+    async def Describe(
+        self, request: reward_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> reward_pb2.DescribeResponse:
+        raise ScorerLoadingError("scorer 'verdict' at http://127.0.0.1:9/v1 is loading: it cannot be reached")
+
+
+async def test_a_scorer_whose_server_loads_is_no_trouble_and_status_says_what_is_awaited(light_run: LightRun) -> None:
+    hasty = {"controller": {"start_timeout_s": 6.0}}
+    async with serving(Loading()) as address, light_run(reward={"address": address}, **hasty) as run:
+        async with run.controller() as life, run.rollout("rollout-0"):
+            awaited = "reward (a server of its scorers is loading)"
+            status = await life.shows(lambda status: status.waiting_for == awaited)
+            assert status.trouble == ""
+            with pytest.raises(BudgetSpentError, match=r"reward: scorer .verdict. at .* is loading"):
+                await life.ends()
 
 
 async def test_a_limit_of_the_scorers_rate_drops_no_group(light_run: LightRun) -> None:

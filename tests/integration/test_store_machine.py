@@ -99,7 +99,7 @@ VARIANTS = {
     "a claim that takes more than there are places": ("claim", "places[name].left > 0", "places[name].left >= 0"),
     "a claim that loses what it passes over": (
         "claim",
-        "redis.call('XCLAIM', prompts, 'rollout', free_list(name), 0, item[1], 'JUSTID')",
+        "redis.call('XCLAIM', prompts, 'rollout', free_list(name), 0, entry, 'JUSTID')",
         "",
     ),
     "a claim that counts anew": ("claim", "consumer, 0, entry)", "consumer, 0, entry, 'RETRYCOUNT', 1)"),

@@ -2,6 +2,7 @@
 and keeps nobody from what was admitted behind it.
 """
 
+from rolecall.store import scripts
 from tests.fixtures_store import DIGEST, StoreUnderTest
 
 MOVE = """for _, pending in ipairs(redis.call('XPENDING', KEYS[1], 'rollout', '-', '+', 100)) do
@@ -51,6 +52,28 @@ def test_more_than_a_page_of_waiting_groups_hides_none_behind_them(store: StoreU
     assert queue.claim(8, {"game": 0, "tools": 0}) == []
     (claim,) = queue.claim(8, {"game": 0, "tools": 1})
     assert claim.group.gid == 1100
+
+
+def test_a_call_of_the_store_passes_over_so_many_and_a_claim_goes_on_behind_them(store: StoreUnderTest) -> None:
+    store.admit(450, environment="game")
+    store.admit(2, environment="tools")
+    store.admit(300, environment="game")
+    queue = store.attested("r.0")
+
+    def called(number: int) -> tuple[int, int]:
+        arguments = ("r.0", 8, number, "game", 0, "tools", 0)
+        answer = scripts.check(store.connection.script("claim", scripts.ledger_keys(store.run), arguments), store.run)
+        waiting = store.connection.command("XPENDING", f"{{rl:{store.run}}}:prompts", "rollout")["pending"]
+        return waiting, answer.values[-1]
+
+    assert [called(number) for number in (1, 2)] == [(200, 2), (400, 2)]
+    assert called(2) == (400, 0), "a repeated call does nothing twice"
+    claims = queue.claim(8, {"game": 0, "tools": 1})
+    assert [claim.group.gid for claim in claims] == [450]
+    assert queue.claim(8, {"game": 0, "tools": 0}) == []
+    assert queue.is_short_of_places
+    assert store.ledger.counts().queued == 751
+    assert [claim.group.gid for claim in queue.claim(2, {"game": 2, "tools": 0})] == [0, 1]
 
 
 def test_groups_that_an_earlier_release_let_wait_in_one_list_are_handed_out_in_order(store: StoreUnderTest) -> None:

@@ -196,8 +196,10 @@ def test_parallel_workers_receive_exact_weights_and_end_when_the_service_is_kill
             outcomes = said(service.stdout)
             children = [psutil.Process(pid) for pid in outcomes["children"]]
             mapped = {Path(each.path) for child in children for each in child.memory_maps()}
+            queues = {path.name: path.stat().st_ino for path in mapped if path.name.startswith("psm_")}
         finally:
             service.kill()
+    assert (queues, len(queues) > 0) == (dict(outcomes["shared"]), num_workers > 1)
     shared = [path for path in mapped if "cpushm" in path.name]
     assert (len(shared), [path for path in shared if path.exists()]) == (num_workers if num_workers > 1 else 0, [])
     assert outcomes["num_ranks"] == num_workers

@@ -389,7 +389,8 @@ async def main(name: str, directory: Path) -> None:
     await bench.open()
     await scenario(bench)
     children = [process.pid for process in psutil.Process().children(recursive=True)]
-    found = {"num_ranks": bench.num_ranks, "children": children, **bench.outcomes}
+    shared = [list(each) for worker in await bench.engine.collective_rpc("shared_memory") for each in worker]
+    found = {"num_ranks": bench.num_ranks, "children": children, "shared": shared, **bench.outcomes}
     sys.stdout.write(f"OUTCOMES {json.dumps(found)}\n")
     sys.stdout.flush()
     await asyncio.sleep(600 if layout else 0)

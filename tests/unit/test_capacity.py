@@ -27,6 +27,7 @@ from rolecall.weights.shared_memory.device_slots import CHUNK_BYTES, NUM_SLOTS
 from rolecall.weights.transfer import IN_FLIGHT
 from tests.conftest import MakeSettings
 from tests.twins.launched import write_model
+from tests.unit.test_megatron_stages import write_shapes
 
 SEVEN_B = ModelFacts(architecture="Qwen3ForCausalLM", num_parameters=7_000_000_000, largest_layer=200_000_000)
 
@@ -75,6 +76,34 @@ def test_roles_on_gpus_are_held_against_the_memory_of_each(make_settings: MakeSe
                 actor={"devices": [0, 1], "num_ranks": 2}, rollout={"devices": [[3]], "kv_cache_bytes": 96 * 2**30}
             )
         )
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("role", ["actor", "critic", "reference ref"])
+def test_over_megatron_the_fullest_rank_is_what_has_to_fit(
+    make_settings: MakeSettings, tmp_path: Path, role: str
+) -> None:
+    """Embedding and head stand whole at the ends of a pipeline, while an even share would fit."""
+    num_held, per_held = (60 * 10**9, 2) if role == "reference ref" else (6 * 10**9, 2 + 4 + 12)
+    path = write_model(tmp_path / "model")
+    shapes = {f"model.layers.{index}.mlp.gate_proj.weight": [10**8] for index in range(3)}
+    shapes |= {"model.embed_tokens.weight": [num_held, 1], "lm_head.weight": [1, num_held]}
+    write_shapes(path, shapes, {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 3})
+    here = {"devices": [0, 1, 2], "num_ranks": 3, "parallel": {"pipeline": 3}}
+    placed = {
+        each: here if each == role else {"address": "elsewhere:1"} for each in ("actor", "critic", "reference ref")
+    }
+    settings = make_settings(
+        model={"path": str(path)},
+        algorithm={"groups_per_batch": 3, "advantage": {"kind": "gae"}, "kl": {"reference": "ref", "kl_coef": 0.1}},
+        actor={"backend": "megatron", **placed["actor"]},
+        critic=placed["critic"],
+        references={"ref": placed["reference ref"]},
+        rollout={"devices": [[3]]},
+    )
+    need = (num_held + 10**8) * per_held / 2**30
+    with pytest.raises(ConfigError, match=rf"{role} needs at least {need:.1f} GiB on GPU 0"):
+        lines(settings)
 
 
 def test_gpus_that_nobody_tells_of_are_not_judged(make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:

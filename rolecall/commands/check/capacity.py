@@ -12,8 +12,9 @@ from pathlib import Path
 
 from rolecall.commands.check.preflight import NOTE
 from rolecall.data.engine_limits import num_cached_per_token
+from rolecall.data.megatron.stages import rank_parameters
 from rolecall.data.model_files import ModelFacts, max_model_tokens
-from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_parameters
+from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_held
 from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts, received_bytes, trains_nothing
 from rolecall.errors import ConfigError
 from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
@@ -122,14 +123,16 @@ def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
     received = received_bytes(settings, facts)
     needs: list[Need] = []
     if settings.actor.address is None:
-        acting = _trained_bytes(settings, settings.actor.optimizer, actor_parameters(settings, facts), size)
+        counts = actor_parameters(settings, facts)
+        acting = _trained_bytes(settings, settings.actor, settings.actor.optimizer, counts, "model.path", None)
         needs += _ranks("actor", settings.actor, acting)
     if settings.critic is not None and settings.critic.address is None and (own := settings.critic_optimizer):
-        valuing = _trained_bytes(settings, own, critic_parameters(settings, facts), size)
+        counts, path = critic_parameters(settings, facts), settings.critic.path
+        valuing = _trained_bytes(settings, settings.critic, own, counts, "critic.path", path)
         needs += _ranks("critic", settings.critic, valuing)
     for name, section in settings.references.items():
         if section.address is None:
-            needs += _ranks(f"reference {name}", section, reference_parameters(settings, name, facts).frozen * size)
+            needs += _ranks(f"reference {name}", section, reference_held(settings, name, facts) * size)
     for name, server in settings.reward.servers.items():
         if server.address is None:
             beside = 0 if server.gpus else PROCESS_BYTES + (CPU_CACHE_BYTES if server.served is None else 0)
@@ -150,18 +153,29 @@ def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
     return needs
 
 
-def _ranks(who: str, section: TrainerSection, num_bytes: float) -> list[Need]:
-    per_rank = num_bytes / section.num_shards
+def _ranks(who: str, section: TrainerSection, per_rank: float) -> list[Need]:
     devices: list[tuple[int, ...]] = [(device,) for device in section.devices] or [()] * section.num_ranks
     return [Need(who, per_rank + (0 if device else PROCESS_BYTES), device) for device in devices]
 
 
-def _trained_bytes(settings: RunSettings, optimizer: OptimizerSection, counts: ParameterCounts, size: int) -> float:
-    """The least bytes of a base of `size` bytes a parameter and of float32 weights, gradients and moments. Muon has
-    half as many moments at the least, and moments may wait elsewhere.
+def _trained_bytes(
+    settings: RunSettings,
+    section: TrainerSection,
+    optimizer: OptimizerSection,
+    counts: ParameterCounts,
+    setting: str,
+    path: Path | None,
+) -> float:
+    """The least bytes on a rank, over Megatron-Core on the fullest: of a base in model.dtype and of float32 weights,
+    gradients and moments. Muon has half as many moments at the least, and moments may wait elsewhere.
     """
+    size = 4 if settings.model.dtype == "float32" else 2
+    if settings.actor.backend == "megatron":
+        fullest = rank_parameters(path or settings.model.path, section, settings.actor.megatron, setting)
+        return fullest.trained_bytes(size)
     moments = 0 if optimizer.offload else 8 if optimizer.kind == "adamw" else 4
-    return counts.frozen * size + counts.trained * (4 if trains_nothing(settings) else 8 + moments)
+    trained = counts.trained * (4 if trains_nothing(settings) else 8 + moments)
+    return (counts.frozen * size + trained) / section.num_shards
 
 
 def in_bytes(num_bytes: float) -> str:

@@ -13,7 +13,7 @@ from rolecall.data.dataset import RawPrompt
 from rolecall.data.images.tokens import require_visual_tokens
 from rolecall.data.megatron.stages import rank_parameters
 from rolecall.data.model_files import ModelFacts, sees_images
-from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_parameters
+from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_held
 from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts, received_bytes
 from rolecall.errors import ConfigError
 from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
@@ -49,11 +49,7 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     if settings.shows_images and sees_images(settings.model.path):
         yield _pixels(settings, size)
     for name, section in settings.references.items():
-        if settings.actor.backend == "fsdp":
-            held = reference_parameters(settings, name, facts).frozen / section.num_shards
-        else:
-            path, setting = section.path or settings.model.path, f"references.{name}.path"
-            held = rank_parameters(path, section, settings.actor.megatron, setting).held
+        held = reference_held(settings, name, facts)
         yield f"  reference {name} {in_bytes(held * size)} per rank x {section.num_ranks}"
     yield from _rollouts(settings, facts, weights)
     yield from _disk(settings, facts)

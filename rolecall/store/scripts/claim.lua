@@ -7,9 +7,12 @@
 -- An entry whose worker died may be poison: while a worker holds it, it gets no more than `suspects` says in all. (Otherwise one poison prompt takes the
 -- deliveries of every group beside it.) Waiting for a worker that holds so few ends, because admission does.
 -- An entry whose environment has no more places is passed over. One that came from the stream is released for it, excused: whoever has a place takes it, and
--- it keeps nobody from what was admitted behind it. What an earlier release let wait with all others is put where its kind waits.
+-- it keeps nobody from what was admitted behind it. What an earlier release let wait with all others is put where its kind waits. A call releases at most
+-- MOST_PASSED so: the server answers nobody else meanwhile, and the backlog of an environment that is away may be thousands.
 -- OK, last entry id delivered to anyone, then per entry {entry, delivery count, excused, most groups to hold (0: any number), group, traceparent};
--- the ledger's id; 1 where a group was left waiting for a place, else 0 (also of a repeated call).
+-- the ledger's id; 0 where no group was left waiting for a place (also of a repeated call), 1 where some was, 2 where there may be more to claim behind those
+-- that this call released.
+local MOST_PASSED = 200
 local consumer, worker = ARGV[1], worker_key(ARGV[1])
 local version, current = redis.call('HGET', worker, 'version'), redis.call('HGET', run, 'policy_version')
 if not version then return {'DENIED', consumer .. ' holds no attested weights'} end
@@ -39,7 +42,14 @@ local function before(entry, other)
   return tonumber(ms) < tonumber(other_ms) or ms == other_ms and tonumber(seq) < tonumber(other_seq)
 end
 
-local entries, latest, passed = {}, number(worker, 'call', -1), 0
+local entries, latest, passed, num_passed = {}, number(worker, 'call', -1), 0, 0
+-- Lets an entry wait for a place in the environment `name`.
+local function pass_over(name, entry)
+  redis.call('XCLAIM', prompts, 'rollout', free_list(name), 0, entry, 'JUSTID')
+  num_passed = num_passed + 1
+  passed = num_passed < MOST_PASSED and 1 or 2
+end
+
 if tonumber(ARGV[3]) == latest then
   for entry in string.gmatch(redis.call('HGET', worker, 'ids'), '%S+') do
     if owner(entry) == consumer then entries[#entries + 1] = entry end
@@ -64,7 +74,7 @@ elseif tonumber(ARGV[3]) > latest then
       turn(lists[#lists], '-')
     end
   end
-  while #entries < limit and #mine + #entries < most do
+  while #entries < limit and #mine + #entries < most and num_passed < MOST_PASSED do
     local list
     for _, other in ipairs(lists) do
       if other.entry and (not list or before(other.entry, list.entry)) then list = other end
@@ -81,15 +91,17 @@ elseif tonumber(ARGV[3]) > latest then
         most = with_it
       elseif name ~= '' and list.consumer == free_list(name) then
         list.entry = nil
+      elseif name ~= '' then
+        pass_over(name, entry)
       else
-        if name ~= '' then redis.call('XCLAIM', prompts, 'rollout', free_list(name), 0, entry, 'JUSTID') end
         passed = 1
       end
     end
   end
   limit = math.min(limit, most - #mine)
-  while #entries < limit do
-    local fresh = redis.call('XREADGROUP', 'GROUP', 'rollout', consumer, 'COUNT', limit - #entries, 'STREAMS', prompts, '>')
+  while #entries < limit and num_passed < MOST_PASSED do
+    local count = math.min(limit - #entries, MOST_PASSED - num_passed)
+    local fresh = redis.call('XREADGROUP', 'GROUP', 'rollout', consumer, 'COUNT', count, 'STREAMS', prompts, '>')
     if not fresh then break end
     for _, item in ipairs(fresh[1][2]) do
       local name = environment(item[1])
@@ -97,8 +109,7 @@ elseif tonumber(ARGV[3]) > latest then
         entries[#entries + 1] = item[1]
       else
         redis.call('HINCRBY', group_key(item[2][2]), 'excused', 1)
-        redis.call('XCLAIM', prompts, 'rollout', free_list(name), 0, item[1], 'JUSTID')
-        passed = 1
+        pass_over(name, item[1])
       end
     end
   end

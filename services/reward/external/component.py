@@ -12,7 +12,7 @@ from rolecall.errors import ConfigError, RoleCallError, ScorerError
 from rolecall.scoring.exchange import believed, only
 from rolecall.scoring.json_server import JsonServer
 from rolecall.scoring.results import failure_of, result_of
-from rolecall.scoring.retries import with_retries
+from rolecall.scoring.retries import Retries
 from rolecall.scoring.scores import Item, Outcome, Score
 from rolecall.settings import CodeScorer, ExternalScorer, RpcSection
 from rolecall.telemetry.scorers import ScorerMeter
@@ -54,8 +54,7 @@ class HttpComponent:
         self._name = name
         self._way = way
         self._server = server
-        self._max_attempts = max_attempts
-        self._meter = meter
+        self._retries = Retries(max_attempts, meter, lambda: way.spec.whole_groups)
         self._is_known = False
         """Whether the server was there once."""
 
@@ -78,9 +77,7 @@ class HttpComponent:
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
         """One outcome per item, in order; retryable failures were tried max_attempts times."""
-        return await with_retries(
-            self._attempt, items, self._max_attempts, self._meter, lambda: self._way.spec.whole_groups
-        )
+        return await self._retries.outcomes(self._attempt, items)
 
     async def close(self) -> None:
         """Closes the connections."""

@@ -57,6 +57,12 @@ class RolloutWorker(WorkerExtension):
         for path in Path("/dev/shm").glob(f"{engine}-*-cpushm_*"):
             path.unlink(missing_ok=True)  # another worker may be faster
 
+    def shared_memory(self) -> list[tuple[str, int]]:
+        """Returns name and inode of the memory that it shares with the engine's other processes: vLLM's queues."""
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+        paths = [Path(each) for each in mapped if each.startswith("/dev/shm/psm_")]
+        return [(path.name, path.stat().st_ino) for path in paths]
+
     def clear_positions(self) -> None:
         """Zeroes the positions in several dimensions (M-RoPE) of a runner on GPUs, once its weights are awake: sleep of
         level 2 drops them, vLLM writes those of tokens alone, and a captured graph reads those of its padding, too.
