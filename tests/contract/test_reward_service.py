@@ -630,6 +630,9 @@ async def test_a_response_that_math_never_finishes_reading_has_no_answer_and_a_t
     address = await start_service(told={"scorer": {"kind": "math"}, "timeout_s": 3.0, "max_attempts": 1})
     async with client_of(address, timeout_s=60.0, max_attempts=1) as client:
         assert codes(await client.score(items_of("42", truth="9^{9^{9}}"))) == ["TIMEOUT"]
+    address = await start_service(told={"scorer": {"kind": "math"}, "timeout_s": 120.0, "max_attempts": 1})
+    async with client_of(address, timeout_s=240.0, max_attempts=1) as client:
+        assert codes(await client.score(items_of("42", truth="1500000!"))) == ["BAD_GROUND_TRUTH"]
 
 
 async def test_a_killed_worker_loses_no_score(start_service: StartService, tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ nowhere else.
 import logging
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 from math_verify import LatexExtractionConfig, parse, verify
 
@@ -33,17 +35,14 @@ _AS_LATEX = [LatexExtractionConfig()]
 
 def math_equal(response_text: str, ground_truth: str) -> tuple[float, str | None]:
     """1.0 when math-verify parses both and finds them equal, else 0.0; and the answer: what it reads from the response,
-    as sympy writes it, None when it reads nothing. BadGroundTruthError when it cannot parse the ground truth.
+    as sympy writes it, None when it reads nothing. BadGroundTruthError when it cannot parse the ground truth, or
+    takes more than CPU_S to compare it with a number.
 
     Its own timeouts use signals that Python hears between two steps only, and are off. A response that takes more than
-    CPU_S ends this process by SIGPROF, which the pool of workers takes for no answer (`CpuSpentError`); for a ground
-    truth there is the component's deadline alone, for no response is to blame.
+    CPU_S ends this process by SIGPROF, which the pool of workers takes for no answer (`CpuSpentError`). A ground truth
+    that is never computed meets the component's deadline, for no response is to blame.
     """
-    truth = _parse_truth(ground_truth)
-    if not truth:
-        raise BadGroundTruthError(
-            f"math-verify finds no expression in the ground truth {ground_truth[:200]!r}; correct the data set"
-        )
+    truth = _truth(ground_truth)
     with _limited_cpu():
         found = _parse(response_text)
         return float(verify(truth, found, timeout_seconds=None)), _written(found)
@@ -57,6 +56,23 @@ def _limited_cpu() -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+
+@lru_cache(maxsize=1024)  # the responses of a group have the same
+def _truth(text: str) -> list[object]:
+    truth = _parse_truth(text)
+    if not truth:
+        raise BadGroundTruthError(
+            f"math-verify finds no expression in the ground truth {text[:200]!r}; correct the data set"
+        )
+    began = time.process_time()
+    verify(truth, _parse("$0$"), timeout_seconds=None)  # which computes it: no response is to blame for that
+    if time.process_time() - began > CPU_S:
+        raise BadGroundTruthError(
+            f"math-verify takes more than {CPU_S:g} s of CPU time to compute the ground truth {text[:200]!r}; write "
+            "its value in the data set"
+        )
+    return truth
 
 
 def _parse_truth(text: str) -> list[object]:
