@@ -52,6 +52,7 @@ class Peer:
         self._breaker = Breaker(timeout_s)
         self._loads = loads
         self._is_told_loading = False
+        self._was_known = False
         self._is_unknown = False
         """Whether `trouble` is that it does not say what it is."""
         self.trouble = ""
@@ -131,7 +132,7 @@ class Peer:
 
     def is_known(self) -> None:
         """Notes that it said what it is, or that it is there."""
-        self._loads = self._is_told_loading = False
+        self._was_known, self._loads = True, False
         if self._is_unknown:
             self._is_unknown = False
             self.is_back()
@@ -146,9 +147,11 @@ class Peer:
         self.is_silent(self.failure(error))
 
     def is_silent(self, failure: Failure) -> None:
-        """Notes that it gives no scores; one warning when that begins. One line where it, or what it asks, loads."""
+        """Notes that it gives no scores; one warning when that begins. One line, and no trouble, where it or what it
+        asks loads before it was ever there.
+        """
         said = failure.message.removeprefix(f"scorer {self._name!r}: ")
-        if failure.code == ScorerLoadingError.reason:
+        if failure.code == ScorerLoadingError.reason and not self._was_known:
             if not self._is_told_loading:
                 logger.info("%s", said)
             self._is_told_loading, self.trouble = True, ""

@@ -7,7 +7,7 @@ processes.
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -162,7 +162,7 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
         case AnswerScorer():
             from services.reward.scorers.math import math_equal  # sympy: half a second, and only in the extra `reward`
 
-            return lambda item: _math_score([math_equal(item.response_text, truth) for truth in truths(item)])
+            return lambda item: _math_score(math_equal(item.response_text, truth) for truth in truths(item))
         case JsonScorer():
             return lambda item: is_json(item.response_text, scorer.required_keys)
         case PatternScorer():
@@ -193,6 +193,10 @@ def _given(item: Item) -> Score:
     return item.environment_reward
 
 
-def _math_score(found: Sequence[tuple[float, str | None]]) -> Score:
-    value, answer = max(found, key=lambda each: each[0])
-    return Score(value, answer=answer)
+def _math_score(found: Iterable[tuple[float, str | None]]) -> Score:
+    """The best of a response beside each truth; none behind one that it equals is looked at."""
+    last: tuple[float, str | None] = (0.0, None)
+    for last in found:
+        if last[0] == 1.0:
+            break
+    return Score(last[0], answer=last[1])

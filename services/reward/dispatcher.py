@@ -123,6 +123,8 @@ class Dispatcher:
         """Fields of the items' metadata that say which components apply."""
         self._trials = {name: client for name, client in self._external.items() if name in self._shadows}
         """Shadows whose scorer is elsewhere: nothing waits for them but their own scores."""
+        self._asked = {name: asyncio.Event() for name in self._trials}
+        """Set once a shadow elsewhere has answered what it is, or has not."""
         self._reaching: list[asyncio.Task[None]] = []
         self._gives_token_rewards = False
         """Known from the start on; a scorer that changes it within the run is refused."""
@@ -131,10 +133,10 @@ class Dispatcher:
         """Returns when every component can score, or all but the shadows. ConfigError when a local one never will,
         ScorerUnavailableError when an external one that is waited for does not answer.
         """
-        if self._pool is not None:
-            await self._pool.start()
         if not awaits_shadows:
             self._reaching = [asyncio.create_task(self._look_for(*trial)) for trial in self._trials.items()]
+        if self._pool is not None:
+            await self._pool.start()
         awaited = {name: self._external[name] for name in self._external if awaits_shadows or name not in self._trials}
         await asyncio.gather(*(self._reach(name, client) for name, client in awaited.items()))
         self._gives_token_rewards = (await self.describe()).token_rewards
@@ -145,12 +147,14 @@ class Dispatcher:
         them beforehand what would change its meaning when they come: that they may compare the responses of a group.
         """
         specs = {}
+        # bounded: by the deadline of one Describe; what a shadow reads is not known before
+        await asyncio.gather(*(asked.wait() for asked in self._asked.values()))
         for name, component in self._components.items():
             spec = self._trials[name].described if name in self._trials else await component.describe()
             if spec is not None:
                 specs[name] = spec
         joined = compose_spec("reward", specs, self._weights, self._routed, self._shadows)
-        joined.whole_groups = joined.whole_groups or bool(self._trials)
+        joined.whole_groups = joined.whole_groups or (bool(self._trials) and self._settings.takes_large)
         return joined
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[reward_pb2.ScoreResult]:
@@ -269,7 +273,10 @@ class Dispatcher:
                         if not error.retryable:
                             raise
                         last = error
-                        await asyncio.sleep(DESCRIBE_PAUSE_S)
+                    finally:
+                        if name in self._asked:
+                            self._asked[name].set()
+                    await asyncio.sleep(DESCRIBE_PAUSE_S)
         except TimeoutError:
             raise ScorerUnavailableError(
                 f"the scorer of component {name!r} did not answer within {start_timeout_s:.0f} s: "

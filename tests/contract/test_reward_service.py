@@ -327,6 +327,24 @@ async def test_a_service_starts_while_a_shadow_is_away_which_is_scored_and_sent_
         assert len((await client.describe()).components) == 3
 
 
+async def test_a_shadow_that_is_there_is_in_the_first_description_and_one_of_single_items_takes_no_groups(
+    start_service: StartService,
+) -> None:
+    correct, liar = {"scorer": {"kind": "exact_match"}}, Liar()
+    async with serving(liar) as external:
+        address = await start_service(
+            awaits_shadows=False,
+            correct=correct,
+            trial={"scorer": {"kind": "external", "address": external}, **TRIAL},
+        )
+        async with client_of(address) as client:
+            assert [part.name for part in (await client.describe()).components] == ["correct", "trial"]
+        single = {"scorer": {"kind": "openrlhf", "address": f"http://{external}/score", "range": [0, 1]}, **TRIAL}
+        address = await start_service(awaits_shadows=False, correct=correct, single=single)
+        async with client_of(address) as client:
+            assert not (await client.describe()).whole_groups
+
+
 async def test_a_component_may_compare_the_responses_of_a_group(start_service: StartService) -> None:
     seen: list[list[str]] = []
 
@@ -633,6 +651,9 @@ async def test_a_response_that_math_never_finishes_reading_has_no_answer_and_a_t
     address = await start_service(told={"scorer": {"kind": "math"}, "timeout_s": 120.0, "max_attempts": 1})
     async with client_of(address, timeout_s=240.0, max_attempts=1) as client:
         assert codes(await client.score(items_of("42", truth="1500000!"))) == ["BAD_GROUND_TRUTH"]
+        several = items_of("42", truth="42")
+        several[0].other_ground_truths.append("1500000!")
+        assert codes(await client.score(several)) == ["ok"], "what stands behind the right one is not looked at"
 
 
 async def test_a_killed_worker_loses_no_score(start_service: StartService, tmp_path: Path) -> None:

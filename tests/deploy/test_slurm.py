@@ -215,7 +215,7 @@ class Job:
             "SLURM_CPUS_ON_NODE": "2",
             "LISTEN": LISTEN.replace("PORT", port),
         }
-        for asked, here in (("28000", port), ("ASK_S=30", "ASK_S=1"), ("timeout 15", "timeout 5")):
+        for asked, here in (("28000", port), ("ASK_S=30", "ASK_S=1"), ("timeout 60", "timeout 5")):
             script = script.replace(asked, here)
         command = ["bash", "-c", script.replace("STORE_TLS=yes", "STORE_TLS=no")]
         with (self._folder / "said").open("w") as said:

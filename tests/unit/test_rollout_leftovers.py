@@ -1,7 +1,9 @@
 """What a killed rollout's vLLM leaves is removed by the next process of its name, and nothing of others."""
 
+import os
 import socket
 import tempfile
+import uuid
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,58 @@ def test_the_next_process_of_a_name_removes_what_a_killed_one_left(shared: Path,
         place.remove()
     assert [path.name for path in tmp_path.iterdir()] == ["shm"]
     assert [path.name for path in shared.iterdir()] == ["psm_reused"], "another took that name since"
+
+
+def test_an_old_process_leaves_the_folder_of_the_one_that_took_its_name(shared: Path, tmp_path: Path) -> None:
+    old, new = Leftovers(tmp_path / "run", "rollout-0"), Leftovers(tmp_path / "run", "rollout-0")
+    old.begin()
+    new.begin()
+    new.note([taken(shared, "psm_new")])
+    old.remove()
+    assert new.folder.is_dir()
+    assert (shared / "psm_new").exists()
+    new.remove()
+    assert not new.folder.exists()
+    assert not (shared / "psm_new").exists()
+
+
+def test_a_list_that_was_cut_keeps_nobody_from_starting(shared: Path, tmp_path: Path) -> None:
+    place = Leftovers(tmp_path / "run", "rollout-0")
+    place.begin()
+    (place.folder / "shared_memory.json").write_text('[["psm_')
+    place.begin()
+    assert list(tmp_path.glob("vllm-*")) == [place.folder]
+    assert list(place.folder.iterdir()) == []
+
+
+def test_sockets_have_room_where_temporary_files_lie_deep(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    place = Leftovers(tmp_path / "run", "rollout-0")
+    place.begin()
+    assert place.folder.parent == Path("/tmp")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(place.folder / str(uuid.uuid4())))
+    place.remove()
+    assert not place.folder.exists()
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", tempfile.mkdtemp(dir="/tmp"))
+    place = Leftovers(tmp_path / "run", "rollout-0")
+    place.begin()
+    assert str(place.folder.parent) == os.environ["VLLM_RPC_BASE_PATH"]
+    place.remove()
+    Path(os.environ["VLLM_RPC_BASE_PATH"]).rmdir()
+
+
+def test_a_link_under_the_name_stays(shared: Path, tmp_path: Path) -> None:
+    place = Leftovers(tmp_path / "run", "rollout-0")
+    place.begin()
+    link, theirs = place.folder.with_name(place.folder.name[:-8] + "somebody"), tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "file").touch()
+    link.symlink_to(theirs)
+    place.begin()
+    assert link.is_symlink()
+    assert (theirs / "file").exists()

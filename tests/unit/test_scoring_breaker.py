@@ -2,7 +2,7 @@
 
 import pytest
 
-from rolecall.errors import InvalidInputError, RateLimitedError, RoleCallError
+from rolecall.errors import InvalidInputError, RateLimitedError, RoleCallError, ScorerLoadingError
 from rolecall.scoring.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
 from rolecall.scoring.peer import Peer
 
@@ -96,3 +96,13 @@ async def test_whatever_a_probe_is_answered_with_closes_it() -> None:
                 await peer.within_limit(limited)
         peer.has_failed(error)
         assert peer.away() is None
+
+
+def test_what_loads_before_it_was_there_is_no_trouble_and_what_loads_again_is() -> None:
+    """A run waits for a scorer in trouble without end, also for one that started again beside its server."""
+    peer, loading = Peer(name="reward", address="here", timeout_s=10.0), ScorerLoadingError("its judge is loading")
+    for known in (False, True):
+        peer.is_unknown(loading)
+        assert bool(peer.trouble) == known
+        peer.is_known()
+    assert not peer.trouble

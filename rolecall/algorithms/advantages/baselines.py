@@ -52,10 +52,13 @@ def gdpo(batch: ScoredBatch, weights: Mapping[str, float]) -> Array:
 
     Reads components, not rewards_N. A component without difference in a group is 0 there; a batch without any
     difference gets 0. Responses that a component does not apply to (NaN) take no part in its mean and std and get
-    nothing from it. InvalidInputError names a weighted component that the scorer did not give.
+    nothing from it. InvalidInputError names a weighted component that the scorer did not give; one that weighs nothing
+    may be away.
     """
     combined_B = np.zeros(batch.gids_B.size)
     for name, weight in weights.items():
+        if not weight:
+            continue
         if name not in batch.components:
             raise InvalidInputError(
                 f"gdpo weighs the reward component {name!r}, and the scorer gave {sorted(batch.components)}"

@@ -114,8 +114,8 @@ class PromptSequence:
             raise ConfigError(
                 f"data.preprocess: it gives other prompts ({len(prompts)} now), or others first, than those in which "
                 f"the run has its place, number {cursor.index} of epoch {cursor.epoch}; put the function back as it "
-                "was, or start another run with another run.dir and run.name (rolecall export makes a model of this "
-                "one's checkpoint)"
+                "was (uids, too, must be the same each time), or start another run with another run.dir and run.name "
+                "(rolecall export makes a model of this one's checkpoint)"
             )
         self._prompts = prompts
         self._renderer = renderer

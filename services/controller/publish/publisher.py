@@ -156,6 +156,7 @@ class PolicyPublisher:
                 await asyncio.wait({joining}, timeout=self._settings.controller.heartbeat_s)
             if joining.done():
                 joining.result()
+                return True  # if it has gone since, another is waited for
             return bool(self._fleet.rollouts())
         finally:
             await cancelled(joining)

@@ -81,6 +81,12 @@ def test_gdpo_names_a_component_that_nobody_gave() -> None:
         estimate(GdpoAdvantage(weights={"missing": 1.0}), outcomes([0, 0], [0, 1]))
 
 
+def test_gdpo_needs_no_component_that_weighs_nothing_which_a_scorer_on_trial_may_lack() -> None:
+    batch = replace(outcomes([0, 0], [0, 0]), components={"right": np.array([1.0, 0.0])})
+    alone = last_tokens(GdpoAdvantage(weights={"right": 1.0}), batch)
+    assert last_tokens(GdpoAdvantage(), replace(batch, component_weights={"right": 1.0, "trial": 0.0})) == alone
+
+
 def test_pass_at_2_of_four_responses_one_of_them_right() -> None:
     # R = 1 - C(3, 2) / C(4, 2) = 0.5, sigma = 0.5; right: 0.5 / 0.5; wrong: (0.5 - C(2, 1) / C(3, 1)) / 0.5 = -1/3
     found = last_tokens(PassAtKAdvantage(k=2), outcomes([0, 0, 0, 0], [1, 0, 0, 0]))

@@ -44,6 +44,8 @@ from rolecall.training.ranks.device import attends_packed, groups_heads
 NAME = "rolecall_packed"
 """Pass as attn_implementation."""
 
+WITH_SINKS = ("GptOssAttention",)
+"""Names of layers whose sinks are known to arrive in rollouts (weights/reload.py)."""
 PADDING_RATIO = 1.25
 """A bucket ends where padding every sequence to its longest would cost more than this over the bucket's own tokens."""
 
@@ -196,6 +198,10 @@ def packed_attention(
         raise ConfigError(
             f"{type(module).__name__} needs an attention mask, dropout or soft-capping, which packed attention does "
             "not have"
+        )
+    if s_aux is not None and type(module).__name__ not in WITH_SINKS:
+        raise ConfigError(
+            f"{type(module).__name__} has attention sinks, which rollouts take of gpt-oss alone; use another model"
         )
     if isinstance(packed, TracedAttention):
         return packed.attend(query, key, value, sliding_window), None
