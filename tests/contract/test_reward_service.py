@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import grpc.aio
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
@@ -327,22 +328,35 @@ async def test_a_service_starts_while_a_shadow_is_away_which_is_scored_and_sent_
         assert len((await client.describe()).components) == 3
 
 
-async def test_a_shadow_that_is_there_is_in_the_first_description_and_one_of_single_items_takes_no_groups(
+class Slow(Liar):
+    """One that takes its time to say what it is."""
+
+    async def Describe(
+        self, request: reward_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> reward_pb2.DescribeResponse:
+        await asyncio.sleep(0.3)
+        return await super().Describe(request, context)
+
+
+async def test_a_shadow_that_is_there_is_in_the_first_description_however_long_it_takes_to_say_what_it_is(
     start_service: StartService,
 ) -> None:
-    correct, liar = {"scorer": {"kind": "exact_match"}}, Liar()
-    async with serving(liar) as external:
+    async with serving(Liar()) as quick, serving(Slow()) as slow:
         address = await start_service(
             awaits_shadows=False,
-            correct=correct,
-            trial={"scorer": {"kind": "external", "address": external}, **TRIAL},
+            right={"scorer": {"kind": "external", "address": quick}},
+            trial={"scorer": {"kind": "external", "address": slow}, "weight": 0, "timeout_s": 30.0},
         )
         async with client_of(address) as client:
-            assert [part.name for part in (await client.describe()).components] == ["correct", "trial"]
-        single = {"scorer": {"kind": "openrlhf", "address": f"http://{external}/score", "range": [0, 1]}, **TRIAL}
-        address = await start_service(awaits_shadows=False, correct=correct, single=single)
-        async with client_of(address) as client:
-            assert not (await client.describe()).whole_groups
+            assert [part.name for part in (await client.describe()).components] == ["right", "trial"]
+
+
+async def test_a_shadow_of_single_items_takes_no_whole_groups(start_service: StartService) -> None:
+    single = {"scorer": {"kind": "openrlhf", "address": "http://127.0.0.1:9/score", "range": [0, 1]}, **TRIAL}
+    right = {"scorer": {"kind": "exact_match"}}
+    address = await start_service(awaits_shadows=False, right=right, single=single)
+    async with client_of(address) as client:
+        assert not (await client.describe()).whole_groups
 
 
 async def test_a_component_may_compare_the_responses_of_a_group(start_service: StartService) -> None:
