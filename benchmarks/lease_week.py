@@ -38,6 +38,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DAY_S = 86_400.0
+LEASE_S = ControllerSection().lease_s
 MAX_WAY_S = 3.0
 """Longest way to the store or back, where nothing stalls: with it a renewal is never later than a lease bears."""
 MAX_CALL_S = 15.0
@@ -258,7 +259,7 @@ class SlowThreads:
         await asyncio.sleep(float(trouble.after(np.array([now + seconds]))[0]) - now)
 
 
-def simulate(seconds: float, *, num_rollouts: int = 200, lease_s: float = 5.0, seed: int = 0) -> Findings:
+def simulate(seconds: float, *, num_rollouts: int = 200, lease_s: float = LEASE_S, seed: int = 0) -> Findings:
     """Plays so many seconds of a run and says what the leases did in it."""
     rng, loop = np.random.default_rng(seed), JumpingLoop()
     fleet = Fleet(loop, rng, num_rollouts, seconds, lease_s)
@@ -290,7 +291,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Leases over a week of a large fleet, in simulated time.")
     parser.add_argument("--days", type=float, default=7.0)
     parser.add_argument("--rollouts", type=int, default=200)
-    parser.add_argument("--lease-s", type=float, default=5.0)
+    parser.add_argument("--lease-s", type=float, default=LEASE_S)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(arguments)
     logging.disable(logging.WARNING)

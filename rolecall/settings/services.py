@@ -286,7 +286,7 @@ class WeightsSection(Section):
 class ControllerSection(AddressSection):
     """The controller: its leases, budgets and bounds."""
 
-    lease_s: PositiveFloat = 5.0
+    lease_s: PositiveFloat = 10.0
     """Silence after which a worker is taken for dead, and a controller for gone; a group that is not renewed for longer
     is given to another rollout.
     """

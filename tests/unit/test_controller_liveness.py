@@ -48,10 +48,10 @@ def first_loss_s(worker: Worker, start: float) -> float:
 
 def test_a_death_is_found_within_the_lease() -> None:
     worker = joined()
-    assert 4.0 < first_loss_s(worker, 0.0) <= CONTROLLER.lease_s
-    loss = worker.loss(5.0, CONTROLLER, LOOK_S)
+    assert 0.8 * CONTROLLER.lease_s < first_loss_s(worker, 0.0) <= CONTROLLER.lease_s
+    loss = worker.loss(CONTROLLER.lease_s, CONTROLLER, LOOK_S)
     assert loss is not None
-    assert loss.reason.startswith("silent for 5.0 s")
+    assert loss.reason.startswith(f"silent for {CONTROLLER.lease_s} s")
     assert not loss.is_final
 
 
