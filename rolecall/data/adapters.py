@@ -4,6 +4,7 @@ whether a folder in peft's format is what `actor.lora` or `critic.lora` can begi
 
 import math
 import re
+from collections import Counter
 from pathlib import Path
 
 from rolecall.data.json_text import parse_json
@@ -29,6 +30,8 @@ _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 _IN_BLOCK = re.compile(r"\.(\d+)\.")
 """Part of the name of every tensor in a transformer block: its number."""
+_OUT_OF_EXPERT = frozenset({"down_proj", "w2"})
+"""Names of the matrix that an expert ends with; the others read the layer's input."""
 _NOT_ALL_LINEAR = frozenset({"gate", "shared_expert_gate", "router", "kv_b_proj"})
 """Parts of the names of a block's matrices to which all-linear gives no adapter: routers, and latent attention's
 kv_b_proj, which vLLM multiplies into others as it loads a model, so that it would decode without the adapter.
@@ -65,10 +68,11 @@ def check_start(section: LoraSection, model: Path, setting: str = "actor.lora") 
             "it with peft's save_pretrained(path_initial_model_for_weight_conversion=...), or merge it"
         )
     shapes = tensor_shapes(section.start / ADAPTER)
-    modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in shapes}
+    modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in shapes if EXPERTS not in name}
     found = {"rank": config.get("r"), "alpha": config.get("lora_alpha"), "target_modules": sorted(modules)}
     modules_of = with_modules(section, model, setting).target_modules
     given = {"rank": section.rank, "alpha": section.alpha, "target_modules": sorted(modules_of)}
+    found["experts"], given["experts"] = bool(config.get("target_parameters")), section.experts
     for name in given:
         if found[name] != given[name]:
             raise ConfigError(
@@ -85,9 +89,10 @@ def check_start(section: LoraSection, model: Path, setting: str = "actor.lora") 
 
 def num_adapter_parameters(path: Path, section: LoraSection, setting: str = "actor.lora") -> int:
     """Elements of the adapters that `section`, which `setting` names, gives the model at `path`. ConfigError names a
-    module that the model lacks.
+    module that the model lacks, and experts.
     """
-    return section.rank * sum(map(sum, adapted_matrices(path, section, setting).values()))
+    inner = sum(map(sum, adapted_matrices(path, section, setting).values()))
+    return section.rank * (inner + (_sizes_of_experts(path, setting) if section.experts else 0))
 
 
 def adapted_matrices(path: Path, section: LoraSection, setting: str = "actor.lora") -> dict[str, list[int]]:
@@ -104,6 +109,17 @@ def adapted_matrices(path: Path, section: LoraSection, setting: str = "actor.lor
             f"{', '.join(sorted(own))}"
         )
     return {name: shape for name, shape in matrices.items() if _module(name) in modules}
+
+
+def expert_parameters(path: Path, setting: str = "actor.lora") -> list[int]:
+    """Counts the parameters of the experts of each layer that has some, in the model at `path`; `setting` names who
+    asks.
+    """
+    counts = Counter[str]()
+    for name, shape in _in_layers(path, setting).items():
+        if EXPERTS in name:
+            counts[name.partition(EXPERTS)[0]] += math.prod(shape)
+    return list(counts.values())
 
 
 def with_modules(section: LoraSection, path: Path, setting: str = "actor.lora") -> LoraSection:
@@ -126,19 +142,38 @@ def with_modules(section: LoraSection, path: Path, setting: str = "actor.lora") 
 
 
 def _matrices(path: Path, setting: str) -> dict[str, list[int]]:
-    """The shapes of the model's matrices that are neither an expert's nor a vision tower's, by name. Blocks after the
-    last one, which predict further tokens, are not the model's.
+    """The shapes of the model's matrices that are neither an expert's nor a vision tower's, by name."""
+    return {name: shape for name, shape in _in_layers(path, setting).items() if len(shape) == 2 and EXPERTS not in name}
+
+
+def _in_layers(path: Path, setting: str) -> dict[str, list[int]]:
+    """The shapes of the model's tensors that are not a vision tower's, by name. Blocks after the last one, which
+    predict further tokens, are not the model's.
     """
     num_layers = text_config(path, setting).get("num_hidden_layers")
     end = num_layers if isinstance(num_layers, int) else math.inf
     return {
         name: shape
         for name, shape in model_shapes(path, f"{setting}: the model").items()
-        if len(shape) == 2
-        and EXPERTS not in name
-        and not TOWER.match(name)
-        and not ((block := _IN_BLOCK.search(name)) and int(block[1]) >= end)
+        if not TOWER.match(name) and not ((block := _IN_BLOCK.search(name)) and int(block[1]) >= end)
     }
+
+
+def _sizes_of_experts(path: Path, setting: str) -> int:
+    """The inputs and outputs of the experts' matrices, summed. Those of one expert that read the layer's input are one
+    matrix. ConfigError where the model has no experts.
+    """
+    size, seen = 0, set[str]()
+    for name, shape in _in_layers(path, setting).items():
+        expert, _, matrix = name.removesuffix(".weight").rpartition(".")
+        if expert.endswith(EXPERTS[:-1]) and len(shape) == 3:  # a tensor holds a matrix of all experts
+            size += shape[0] * sum(shape[1:])
+        elif EXPERTS in expert and len(shape) == 2:
+            size += shape[0] if expert in seen and matrix not in _OUT_OF_EXPERT else sum(shape)
+            seen |= {expert} if matrix not in _OUT_OF_EXPERT else set()
+    if not size:
+        raise ConfigError(f"{setting}.experts: the model {path} has no experts; leave it out")
+    return size
 
 
 def _module(name: str) -> str:

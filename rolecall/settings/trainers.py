@@ -235,6 +235,11 @@ class LoraSection(Section):
     """Names of the linear modules of the transformer blocks that get one; a model that lacks one of them is refused and
     those it has are listed. `all-linear`: all of them that may have one, which no router, expert or vision tower has.
     """
+    experts: bool = False
+    """Give the matrices of every expert of a mixture adapters, too, each its own (peft's target_parameters). A layer is
+    computed with its experts' adapters added, which takes its experts' memory once more: with gradient_checkpointing of
+    one layer, without of all. The actor's need weights.merge_adapters.
+    """
     start: ConfigPath | None = None
     """Folder of an adapter in peft's format that training begins with, such as `rolecall export` writes. Its rank,
     alpha and modules must be those of this section. Absent: one that changes nothing. A run that goes on takes its
@@ -243,7 +248,7 @@ class LoraSection(Section):
 
     def as_kept(self) -> dict[str, JsonValue]:
         """Returns what a run and its checkpoints keep of the section: all that says what the adapters are."""
-        return self.model_dump(mode="json", exclude={"start"})
+        return self.model_dump(mode="json", exclude={"start"} if self.experts else {"start", "experts"})
 
 
 class MoeSection(Section):
@@ -375,7 +380,14 @@ def check_dtype(actor: ActorSection, dtype: Dtype) -> None:
 
 
 def check_adapters(actor: ActorSection, lora: LoraSection | None, parallel: LayoutSection, setting: str) -> None:
-    """Raises ValueError when the back end does not split matrices with adapters. `setting` names `parallel`."""
+    """Raises ValueError when the back end does not split matrices with adapters, or gives experts none. `setting` names
+    `parallel`.
+    """
+    if lora is not None and lora.experts and actor.backend == "megatron":
+        raise ValueError(
+            f"{setting.removesuffix('parallel')}lora.experts is not there with actor.backend megatron; leave it out, "
+            "or use backend fsdp"
+        )
     if lora is not None and parallel.tensor > 1 and actor.backend == "fsdp":
         raise ValueError(
             f"{setting}.tensor: matrices with adapters (lora) are not split over ranks; leave it at 1 and raise "

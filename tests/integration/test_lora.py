@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rolecall.checkpoint.storage import open_storage
-from rolecall.data.adapters import ADAPTER, with_modules
+from rolecall.data.adapters import ADAPTER, num_adapter_parameters, with_modules
 from rolecall.errors import CheckpointMismatchError, ConfigError
 from rolecall.settings import ALL_LINEAR, Dtype, LoraSection, OptimizerSection
 from rolecall.training.engine import TokenOutputs
@@ -25,7 +25,7 @@ from rolecall.training.packing.pack import Row, pack, unpack
 from tests import checkpoint_rig
 from tests.integration.fsdp_oracle import oracle_outputs
 from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
-from tests.tiny_models import write_deepseek_v2, write_qwen3, write_qwen3_moe
+from tests.tiny_models import write_deepseek_v2, write_gpt_oss, write_qwen3, write_qwen3_moe
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
 LORA = LoraSection(rank=4, alpha=12.0)
 OPTIMIZER = OptimizerSection(learning_rate=1e-2, weight_decay=0.1)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERTS = LoraSection(rank=4, alpha=12.0, target_modules=ATTENTION, experts=True)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "tied": write_qwen3(root / "tied", tied=True),
         "moe": write_qwen3_moe(root / "moe"),
         "latent": write_deepseek_v2(root / "latent"),
+        "gpt_oss": write_gpt_oss(root / "gpt_oss"),
     }
 
 
@@ -58,7 +60,11 @@ def peft_model(path: Path, section: LoraSection, start: dict[str, torch.Tensor])
     """peft's own wrapper of the plain model, its adapters set to `start`."""
     hf = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
     config = LoraConfig(
-        r=section.rank, lora_alpha=section.alpha, target_modules=list(section.target_modules), task_type="CAUSAL_LM"
+        r=section.rank,
+        lora_alpha=section.alpha,
+        target_modules=list(section.target_modules),
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"] if section.experts else None,
+        task_type="CAUSAL_LM",
     )
     model = get_peft_model(hf, config)
     named = {
@@ -130,10 +136,19 @@ def test_an_adapter_of_other_layers_is_refused(models: dict[str, Path], tmp_path
         make_engine(models["tied"], section=LORA.model_copy(update={"start": tmp_path}))
 
 
-@pytest.mark.parametrize("kind", ["tied", "moe"])
-def test_adapters_train_like_pefts_own_model_with_adamw(models: dict[str, Path], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "section"),
+    [
+        ("tied", LORA),
+        ("moe", LORA.model_copy(update={"target_modules": ATTENTION})),
+        ("moe", EXPERTS),
+        ("gpt_oss", EXPERTS),
+    ],
+)
+def test_adapters_train_like_pefts_own_model_with_adamw(
+    models: dict[str, Path], kind: str, section: LoraSection
+) -> None:
     rows = make_rows(10)
-    section = LORA if kind == "tied" else LORA.model_copy(update={"target_modules": ATTENTION})
     engine = make_engine(models[kind], section=section)
     losses, expected = train_peft(peft_model(models[kind], section, weights_of(engine)), rows, 4)
     outcomes = [train_step(engine, rows, token_budget=64, seed=step) for step in range(4)]
@@ -150,10 +165,13 @@ def logprobs_of(engine: FsdpEngine, rows: list[Row], *, base: bool = False) -> n
     return np.concatenate(unpack(outputs.logprobs_N, packed.lengths))
 
 
-def test_the_base_is_the_untouched_model_to_the_bit_before_and_after_training(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("kind", "section"), [("tied", LORA), ("moe", EXPERTS)])
+def test_the_base_is_the_untouched_model_to_the_bit_before_and_after_training(
+    models: dict[str, Path], kind: str, section: LoraSection
+) -> None:
     rows = make_rows(6)
-    engine = make_engine(models["tied"])
-    frozen = FsdpEngine(EngineOptions(path=models["tied"], head="policy", dtype="float32", optimizer=None), device=CPU)
+    engine = make_engine(models[kind], section=section)
+    frozen = FsdpEngine(EngineOptions(path=models[kind], head="policy", dtype="float32", optimizer=None), device=CPU)
     expected = logprobs_of(frozen, rows)
     assert np.array_equal(logprobs_of(engine, rows), expected)  # B starts at zero
     train_step(engine, rows, token_budget=64, seed=0)
@@ -161,9 +179,12 @@ def test_the_base_is_the_untouched_model_to_the_bit_before_and_after_training(mo
     assert np.abs(logprobs_of(engine, rows) - expected).max() > 1e-2
 
 
-def test_a_base_in_bfloat16_has_adapters_whose_master_weights_are_float32(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("kind", "section"), [("tied", LORA), ("moe", EXPERTS)])
+def test_a_base_in_bfloat16_has_adapters_whose_master_weights_are_float32(
+    models: dict[str, Path], kind: str, section: LoraSection
+) -> None:
     rows = make_rows(6)
-    engine = make_engine(models["tied"], dtype="bfloat16")
+    engine = make_engine(models[kind], dtype="bfloat16", section=section)
     before = logprobs_of(engine, rows)
     train_step(engine, rows, token_budget=64, seed=0)
     parameters = dict(engine._model.hf.named_parameters())
@@ -199,6 +220,36 @@ def test_all_linear_is_at_every_matrix_that_trains_and_at_no_router(
     assert not any(".experts" in name for name in adapted)
 
 
+@pytest.mark.parametrize("kind", ["moe", "latent", "gpt_oss"])
+def test_adapters_of_experts_are_as_many_as_files_tell(models: dict[str, Path], kind: str) -> None:
+    section = EXPERTS.model_copy(update={"target_modules": ("o_proj",)})
+    trained = [p for p in make_engine(models[kind], section=section)._model.parameters() if p.requires_grad]
+    assert num_adapter_parameters(models[kind], section) == sum(parameter.numel() for parameter in trained)
+
+
+def test_experts_of_a_dense_model_are_refused(models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"^actor\.lora\.experts: Qwen3ForCausalLM has no stacked experts"):
+        make_engine(models["tied"], section=EXPERTS)
+    with pytest.raises(ConfigError, match=r"^actor\.lora\.experts: the model .* has no experts; leave it out"):
+        num_adapter_parameters(models["tied"], EXPERTS)
+
+
+def test_muon_takes_the_adapters_of_matrices_and_adamw_those_of_experts(models: dict[str, Path]) -> None:
+    muon = OptimizerSection(kind="muon", learning_rate=1e-2)
+    options = EngineOptions(path=models["moe"], head="policy", dtype="float32", optimizer=muon, lora=EXPERTS)
+    engine = FsdpEngine(options, device=CPU)
+    optimizer = engine._optimizer
+    assert optimizer is not None
+    names = [
+        {optimizer._names[parameter] for group in part.param_groups for parameter in group["params"]}
+        for part in optimizer._parts
+    ]
+    assert all(".self_attn." in name for name in names[0])
+    assert all(".experts." in name for name in names[1])
+    assert names[0]
+    assert names[1]
+
+
 def test_an_adapter_that_would_not_be_found_by_its_matrix_s_name_is_refused(tmp_path: Path) -> None:
     path = write_qwen3(tmp_path)
     tensors = load_file(path / "model.safetensors")
@@ -208,11 +259,12 @@ def test_an_adapter_that_would_not_be_found_by_its_matrix_s_name_is_refused(tmp_
         make_engine(path)
 
 
+@pytest.mark.parametrize(("kind", "section"), [("tied", LORA), ("moe", EXPERTS), ("gpt_oss", EXPERTS)])
 def test_a_checkpoint_holds_adapters_alone_goes_on_bit_for_bit_and_exports_merged_and_apart(
-    models: dict[str, Path], tmp_path: Path
+    models: dict[str, Path], kind: str, section: LoraSection, tmp_path: Path
 ) -> None:
     rows = make_rows(6)
-    engine = make_engine(models["tied"])
+    engine = make_engine(models[kind], section=section)
     for step in range(2):
         train_step(engine, rows, token_budget=64, seed=step)
     checkpoint_rig.save(engine, tmp_path / "saved")
@@ -221,11 +273,11 @@ def test_a_checkpoint_holds_adapters_alone_goes_on_bit_for_bit_and_exports_merge
     assert {lora.peft_name(key.partition("/")[2]) for key in keys if not key.startswith("rng/")} == {
         name for name, _ in engine.named_weights()
     }
-    resumed = make_engine(models["tied"])
+    resumed = make_engine(models[kind], section=section)
     checkpoint_rig.load(resumed, tmp_path / "saved")
     model = checkpoint_rig.exported(tmp_path / "saved")
     plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager", dtype=torch.float32).eval()
-    hf = AutoModelForCausalLM.from_pretrained(models["tied"], attn_implementation="eager", dtype=torch.float32).eval()
+    hf = AutoModelForCausalLM.from_pretrained(models[kind], attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for theirs in (plain, PeftModel.from_pretrained(hf, model / "adapter")):
             expected = np.concatenate([oracle_outputs(theirs, row, 0.7)[0].numpy() for row in rows])
@@ -235,18 +287,21 @@ def test_a_checkpoint_holds_adapters_alone_goes_on_bit_for_bit_and_exports_merge
             resumed, rows, token_budget=64, seed=step
         )
     assert_same(weights_of(resumed), weights_of(engine), atol=0)
-    begun = make_engine(models["tied"], section=LORA.model_copy(update={"start": model / "adapter"}))
+    begun = make_engine(models[kind], section=section.model_copy(update={"start": model / "adapter"}))
     checkpoint_rig.load(resumed, tmp_path / "saved")
     assert_same(weights_of(begun), weights_of(resumed), atol=0)
     checkpoint_rig.load(begun, tmp_path / "saved")  # of adapters that began otherwise
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["tied", "moe"])
+@pytest.mark.parametrize(
+    ("kind", "experts"), [("tied", False), ("moe", False), ("moe", True), ("latent", True), ("gpt_oss", True)]
+)
 def test_what_is_published_merged_is_bit_for_bit_what_an_export_of_the_same_step_holds(
-    models: dict[str, Path], kind: str, dtype: Dtype, tmp_path: Path
+    models: dict[str, Path], kind: str, experts: bool, dtype: Dtype, tmp_path: Path
 ) -> None:
-    section = LORA.model_copy(update={"target_modules": ATTENTION})
+    modules = ("q_a_proj", "o_proj") if kind == "latent" else ATTENTION
+    section = LORA.model_copy(update={"target_modules": modules, "experts": experts})
     engine = make_engine(models[kind], dtype=dtype, section=section, merges=True)
     base = load_file(models[kind] / "model.safetensors")
     named = [name for name, _ in engine.named_weights()]
@@ -257,7 +312,9 @@ def test_what_is_published_merged_is_bit_for_bit_what_an_export_of_the_same_step
     assert list(published) == named
     assert_same(published, expected, atol=0)
     changed = {name for name in base if not torch.equal(published[name], base[name].to(published[name].dtype))}
-    assert {name.split(".")[-2] for name in changed} == set(ATTENTION)
+    assert {name.removesuffix(".weight").rpartition(".")[2] for name in changed} == set(modules) | (
+        set() if not experts else {"gate_up_proj", "down_proj"} if kind == "gpt_oss" else set(LORA.target_modules[4:])
+    )
 
 
 def test_adapters_beside_another_base_or_of_another_scale_are_refused(models: dict[str, Path], tmp_path: Path) -> None:

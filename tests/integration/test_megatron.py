@@ -292,7 +292,7 @@ class Bench:
             for half, shape in zip(adapter_names(name), shapes, strict=True):
                 tensors[peft_name(half)] = 0.1 * torch.randn(shape, generator=noise)
         folder = self.folder / f"{model}-{kind}"
-        write_adapter(folder, self.model(model), iter(tensors.items()), section, nothing)
+        write_adapter(folder, self.model(model), iter(tensors.items()), section, (), nothing)
         return {**section.as_kept(), "start": str(folder)}
 
     def _policy_rows(self) -> str:

@@ -188,7 +188,7 @@ def test_merged_adapters_serve_a_mixture_which_vllm_computes_with_adapters_on_gp
 ) -> None:
     mixture = write_qwen3_moe(tmp_path / "mixture", vocab=288, head_dim=32, expert_hidden=64)
     write_tokenizer(mixture)
-    lora = LORA.model_copy(update={"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")})
+    lora = LORA.model_copy(update={"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj"), "experts": True})
     optimizer = OptimizerSection(learning_rate=1e-2)
     options = EngineOptions(
         path=mixture, head="policy", dtype="float32", optimizer=optimizer, lora=lora, merges_adapters=True

@@ -117,6 +117,24 @@ def test_all_layers_and_all_lengths_share_their_graphs(models: dict[str, Path]) 
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 
+def test_experts_with_adapters_are_left_out_of_the_graphs(
+    models: dict[str, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        return graph.forward  # no kernels, which take minutes
+
+    monkeypatch.setattr("torch.compile", partial(torch.compile, backend=backend))
+    more: dict[str, Any] = {"lora": LoraSection(rank=4, target_modules=("q_proj", "o_proj"), experts=True)}
+    losses = []
+    for torch_compile in (False, True):
+        engine = make_engine(models["moe"], **more, torch_compile=torch_compile)
+        with caplog.at_level(logging.WARNING, "torch._dynamo"):
+            losses += [train_step(engine, make_rows(4), token_budget=64, seed=step)["loss"] for step in range(2)]
+    assert losses[2:] == pytest.approx(losses[:2], rel=1e-4)
+    assert counters["stats"]["unique_graphs"] > 0
+    assert not caplog.records, "a graph could not be compiled, or was made again and again"
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_layers_behind_a_vision_tower_are_compiled_and_the_tower_is_not(
     tmp_path: Path, family: VisionFamily, monkeypatch: pytest.MonkeyPatch

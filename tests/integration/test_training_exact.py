@@ -376,12 +376,13 @@ def test_several_steps_are_those_of_hugging_face_with_adamw_on_one_rank_and_on_m
 
 
 @pytest.mark.thorough("test_adapters_train_like_pefts_own_model_with_adamw")
-def test_adapters_train_alike_on_every_layout(bench: Bench, ranks: dict[int, Ranks]) -> None:
-    rows, temperatures = make_rows(bench, "tied", (SHAPE, 7))
-    lora = {"rank": 4, "target_modules": ["q_proj", "v_proj", "o_proj"]}
+@pytest.mark.parametrize("kind", ["tied", "moe"])
+def test_adapters_train_alike_on_every_layout(bench: Bench, ranks: dict[int, Ranks], kind: str) -> None:
+    rows, temperatures = make_rows(bench, kind, (SHAPE, 7))
+    lora = {"rank": 4, "target_modules": ["q_proj", "v_proj", "o_proj"], "experts": kind == "moe"}
     checkpointed = {"gradient_checkpointing": True}
     job = bench.job(
-        "tied",
+        kind,
         rows,
         temperatures,
         token_budget=40,

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from rolecall.checkpoint.manifest import RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.check import find_problems
-from rolecall.data.adapters import num_adapter_parameters, with_modules
+from rolecall.data.adapters import expert_parameters, num_adapter_parameters, with_modules
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, load_settings
 from tests.twins.launched import VOCAB_SIZE, write_light_config
@@ -53,6 +53,25 @@ def test_adapters_are_counted_from_the_shapes_and_alone_take_optimizer_and_disk(
     assert "adapters: 0.00M parameters are trained, published and kept; the base stays as it is" in out.getvalue()
     assert find_problems(load_settings(config, [LORA, "weights.merge_adapters=true"]), out) == []
     assert "0.00M parameters are trained and kept; the base stays as it is, and published with them" in out.getvalue()
+
+
+def test_experts_with_adapters_are_counted_and_what_their_sums_take_is_told(config: Path) -> None:
+    names = [f"mlp.experts.{expert}.{name}_proj" for expert in (0, 1) for name in ("gate", "up", "down")]
+    experts = [f"model.layers.{layer}.{name}.weight" for layer in (0, 1, 2) for name in names]
+    save_matrices(config, f"{LAYER}.q_proj.weight", *experts)
+    section, path = LoraSection(rank=4, target_modules=("q_proj",), experts=True), config.parent / "model"
+    # of an expert gate and up share what they read, 16, and are [96, 16] together
+    of_expert = (96 + 16) + (48 + 16)
+    assert num_adapter_parameters(path, section) == 4 * ((48 + 16) + 3 * 2 * of_expert)
+    assert expert_parameters(path) == 3 * [2 * 3 * 48 * 16]
+    lora = ["actor.lora={rank: 4, target_modules: [q_proj], experts: true}", "weights.merge_adapters=true"]
+    for checkpointing, words in (("true", "their sums of one layer\n"), ("false", "their sums of all layers; ")):
+        out = io.StringIO()
+        find_problems(load_settings(config, [*lora, f"actor.gradient_checkpointing={checkpointing}"]), out)
+        assert f"experts with adapters: 0.0 MiB more per rank in an update, for {words}" in out.getvalue()
+    save_matrices(config, f"{LAYER}.q_proj.weight")
+    (problem,) = set(problems(config, *lora))
+    assert problem == f"actor.lora.experts: the model {path} has no experts; leave it out"
 
 
 def test_all_linear_is_every_matrix_of_the_language_model_that_may_have_an_adapter(config: Path) -> None:

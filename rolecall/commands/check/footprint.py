@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rolecall.checkpoint.storage import DiskStorage, open_storage
 from rolecall.commands.check.capacity import in_bytes
+from rolecall.data.adapters import expert_parameters
 from rolecall.data.dataset import RawPrompt
 from rolecall.data.images.tokens import require_visual_tokens
 from rolecall.data.megatron.stages import rank_parameters
@@ -16,7 +17,7 @@ from rolecall.data.model_files import ModelFacts, sees_images
 from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_held
 from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts, received_bytes
 from rolecall.errors import ConfigError
-from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
+from rolecall.settings import ActorSection, LoraSection, OptimizerSection, RunSettings, TrainerSection
 from rolecall.store.budget import PromptBytes, StoreBudget
 
 OPTIMIZER_BYTES_PER_PARAMETER = 16
@@ -45,6 +46,7 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         published = "trained, published and kept" if settings.published_adapters is not None else "trained and kept"
         merged = "" if settings.published_adapters is not None else ", and published with them (weights.merge_adapters)"
         yield f"  adapters: {actor.trained / 1e6:,.2f}M parameters are {published}; the base stays as it is{merged}"
+        yield from _merged_experts(settings.actor, settings.actor.lora, settings.model.path, "actor.lora", size)
     yield from _critic(settings, facts)
     if settings.shows_images and sees_images(settings.model.path):
         yield _pixels(settings, size)
@@ -68,6 +70,20 @@ def _critic(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
                 f"    its adapters: {critic.trained / 1e6:,.2f}M parameters and the value head are trained and kept; "
                 "the base stays as it is"
             )
+            size = 4 if settings.model.dtype == "float32" else 2
+            yield from _merged_experts(settings.actor, settings.critic.lora, path, "critic.lora", size)
+
+
+def _merged_experts(actor: ActorSection, lora: LoraSection, path: Path, setting: str, size: int) -> Iterator[str]:
+    """Yields a line on what experts with their adapters added take in an update, and one layer's gradients of them;
+    `size` bytes a number.
+    """
+    if lora.experts:
+        layers = expert_parameters(path, setting)
+        held, of = (max(layers), "one layer") if actor.gradient_checkpointing else (sum(layers), "all layers")
+        remedy = "" if actor.gradient_checkpointing else "; actor.gradient_checkpointing makes it one layer's"
+        taken = in_bytes((held + max(layers)) * size)
+        yield f"    experts with adapters: {taken} more per rank in an update, for their sums of {of}{remedy}"
 
 
 def _rollouts(settings: RunSettings, facts: ModelFacts, weights: float) -> Iterator[str]:

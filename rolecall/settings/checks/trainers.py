@@ -11,9 +11,14 @@ if TYPE_CHECKING:
 
 
 def check_weights(settings: "RunSettings") -> None:
-    """ValueError where weights.deltas is set for adapters, or weights.merge_adapters without."""
+    """ValueError where weights.deltas is set for adapters, or weights.merge_adapters without, or not for experts."""
     if settings.weights.merge_adapters and settings.actor.lora is None:
         raise ValueError("weights.merge_adapters: the actor has no adapters; leave it out, or set actor.lora")
+    if settings.published_adapters is not None and settings.published_adapters.experts:
+        raise ValueError(
+            "actor.lora.experts: rollouts are sent no adapters of experts, but the model with them added; set "
+            "weights.merge_adapters: true"
+        )
     if settings.weights.deltas and settings.published_adapters is not None:
         raise ValueError(
             "weights.deltas: adapters are small and all of them change, so they travel whole; leave weights.deltas "

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.training.model.attention.packed import TracedAttention
+from rolecall.training.model.lora import experts_merged
 from rolecall.training.model.packed_model import PackedModel, ValueModel, language_layers
 from rolecall.training.model.vision import VisionTower
 from rolecall.wire import Array
@@ -130,7 +131,7 @@ def count_flops(model: PackedModel, trace: TracedAttention | None = None) -> Mod
     sequences.
     """
     trace = trace or TracedAttention()
-    with _static_experts(model.hf):
+    with _static_experts(model.hf), experts_merged(model.hf):
         forward, backward = _traced(model, trace)
     name, num_layers = type(model.hf).__name__, max(len(language_layers(model)), 1)
     if len(trace.layers) + len(trace.recurrences) < num_layers:

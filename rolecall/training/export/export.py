@@ -8,7 +8,7 @@ apart, in peft's own format, under `adapter/`; a critic's are not, for that form
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,7 +23,7 @@ from rolecall.training.engine import SavedModel
 from rolecall.training.model import lora
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.huggingface import ModelFiles, write_model
-from rolecall.training.model.packed_model import build_model
+from rolecall.training.model.packed_model import PackedModel, build_model
 from rolecall.training.options import DTYPES
 
 
@@ -70,12 +70,12 @@ def export(
                 "one as the base"
             )
         model = build_model(source, saved.head, torch.float32)
-        names = lora.parameter_names(model.hf, Conversion(model.hf))
-        num_bytes = written(_merged(saved, base_files, section, wanted, names, without=model.replaced_head))
+        num_bytes = written(_merged(saved, base_files, section, wanted, model))
         if saved.head == "value":
             return num_bytes
         adapter = ((lora.peft_name(name), saved.tensor(name)) for name in saved)
-        return num_bytes + lora.write_adapter(path / "adapter", directory, adapter, section, progressed)
+        experts = lora.stacked_experts(model.hf) if section.experts else ()
+        return num_bytes + lora.write_adapter(path / "adapter", directory, adapter, section, experts, progressed)
 
 
 def _describe(config: Path, dtype: str) -> None:
@@ -97,26 +97,27 @@ def _whole(saved: SavedModel, conversion: Conversion, dtype: torch.dtype) -> Ite
 
 
 def _merged(
-    saved: SavedModel,
-    base: ModelFiles,
-    section: LoraSection,
-    dtype: torch.dtype,
-    names: Mapping[str, str],
-    *,
-    without: str,
+    saved: SavedModel, base: ModelFiles, section: LoraSection, dtype: torch.dtype, model: PackedModel
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The base's tensors with their adapters, but for the output layer `without` that a value head took the place of;
-    then the value head, which was trained whole. `names` as of lora.parameter_names.
+    """The base's tensors with their adapters, but for the output layer that a value head took the place of; then the
+    value head, which was trained whole. Experts come a layer's parameter at a time.
     """
+    conversion = Conversion(model.hf)
+    names = lora.parameter_names(model.hf, conversion)
     heads = [name for name in saved if not lora.is_adapter(name)]
+    stacked = set(lora.stacked_experts(model.hf)) if section.experts else set()
+    written = set[str]()
     for name in base:
-        if name in heads or (without and name.startswith(f"{without}.")):
+        own = names.get(name, name)
+        if name in heads or own in written or (model.replaced_head and name.startswith(f"{model.replaced_head}.")):
             continue
-        tensor = base.tensor(name).to(dtype)
-        down, up = lora.adapter_names(names.get(name, name))
-        yield (
-            name,
-            lora.merged(tensor, saved.tensor(down), saved.tensor(up), section) if down in saved else tensor,
-        )
+        if own in stacked:
+            written.add(own)
+            shape = model.hf.get_parameter(own).shape
+            tensor = conversion.from_checkpoint(own, shape, base.tensor, slice(None)).to(dtype)
+        else:
+            tensor = base.tensor(name).to(dtype)
+        tensor = lora.with_adapter(own, tensor, saved, saved.tensor, section, conversion)
+        yield from conversion.to_checkpoint(own, tensor).items() if own in stacked else [(name, tensor)]
     for name in heads:
         yield name, saved.tensor(name).to(dtype)

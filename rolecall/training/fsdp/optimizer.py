@@ -2,8 +2,8 @@
 (docs/adr/0025-optimizers-and-offload.md).
 
     adamw  fused AdamW on everything
-    muon   Muon on the layers' matrices; AdamW on embeddings, heads, norms, biases and stacked experts, which are no
-    matrices
+    muon   Muon on the layers' matrices; AdamW on embeddings, heads, norms, biases and stacked experts and their
+    adapters, which are no matrices
 
 Weight decay on matrices only. Not the learning rate (learning_rate.py) and not clipping, which needs all ranks.
 """
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rolecall.settings import OptimizerSection
+from rolecall.training.model.lora import is_of_experts
 from rolecall.training.model.packed_model import PackedModel, layers
 
 
@@ -27,7 +28,12 @@ class Optimizer:
         """`model` is sharded: what is kept for each parameter is sharded as it is."""
         self._names = {parameter: name for name, parameter in model.hf.named_parameters() if parameter.requires_grad}
         inner = (
-            {parameter for layer in layers(model) for parameter in layer.parameters() if parameter.ndim == 2}
+            {
+                parameter
+                for layer in layers(model)
+                for name, parameter in layer.named_parameters()
+                if parameter.ndim == 2 and not is_of_experts(name)
+            }
             if section.kind == "muon"
             else set()
         )

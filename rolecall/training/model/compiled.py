@@ -18,6 +18,7 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 
+from rolecall.training.model.lora import expert_adapters
 from rolecall.training.model.packed_model import PackedModel, language_layers
 
 MAX_COMPILERS = 8
@@ -26,8 +27,10 @@ MAX_COMPILERS = 8
 
 def compile_layers(model: PackedModel) -> None:
     """Has each layer's forward compiled at its first call, inside FSDP's hooks and inside what recomputes a layer. A
-    vision tower's stay as they are.
+    vision tower's stay as they are, and so do experts with adapters, for which peft makes a class in every pass.
     """
+    for adapter in expert_adapters(model):
+        adapter.forward = torch.compiler.disable(adapter.forward)  # type: ignore[no-untyped-call]
     for layer in language_layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=True)
 

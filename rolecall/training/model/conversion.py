@@ -34,6 +34,8 @@ class Conversion:
         self._renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
         self._trivial = not transforms
+        self.experts_are_transposed = any(getattr(module, "is_transposed", False) for module in hf.modules())
+        """Whether parameters of stacked experts are [experts, inputs, outputs]; else outputs come first."""
 
     def to_checkpoint(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors of a model directory that hold parameter `name`, in a fixed order."""

@@ -5,15 +5,17 @@ directory, an adapter has peft's) and how an adapter is merged into the base or 
 knows ranks: shapes are those of whole tensors. peft is imported where it is used, because it takes half a second and
 most trainers have no adapters.
 
-Shapes: R rank; I inputs and O outputs of a linear module.
+Shapes: R rank; I inputs and O outputs of a linear module; E experts of a layer, whose matrices transformers stacks in
+one parameter.
 """
 
 import hashlib
 import json
 import math
+import re
 import zlib
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,11 +35,16 @@ from rolecall.training.ranks.device import torch_seed
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from peft.tuners.lora.layer import ParamWrapper
 
 _BASE = ".base_layer."
 """What peft puts into the name of a weight that got an adapter."""
 _DOWN, _UP = ".lora_A.default.weight", ".lora_B.default.weight"
-"""Ends of the names of an adapter's parameters: [R, I] and [O, R]."""
+"""Ends of the names of an adapter's parameters: [R, I] and [O, R]; of stacked experts [E R, I] and [O, R E]."""
+_STACKED = {"gate_up_proj": ".experts.base_layer", "up_proj": ".experts.base_layer", "down_proj": ".experts"}
+"""Parameters of stacked experts, and the module that holds the adapter: peft wraps the layer's experts once for each of
+theirs, from the first on.
+"""
 _PEFT_PREFIX = "base_model.model."
 """What peft's files put before every name."""
 
@@ -61,13 +68,29 @@ def add_adapters(model: PackedModel, section: LoraSection, setting: str) -> None
 
     # of a whole mixture peft takes names of MLPs for those of its experts, too, which it then gives adapters of its own
     blocks = nn.ModuleList(language_layers(model))
-    config = _peft_config(section, _targets(model, blocks, section, setting))
+    stacked = stacked_experts(blocks) if section.experts else []
+    unknown = sorted({name.rpartition(".")[2] for name in stacked} - set(_STACKED))
+    if section.experts and (unknown or not stacked):
+        has = f"calls its experts' parameters {', '.join(unknown)}" if unknown else "has no stacked experts"
+        raise ConfigError(f"{setting}.experts: {type(model.hf).__name__} {has}; leave it out")
+    for name in stacked:  # last in their module, where peft puts them in every pass: names keep their order
+        module, _, last = name.rpartition(".")
+        parameter = getattr(blocks.get_submodule(module), last)
+        delattr(blocks.get_submodule(module), last)
+        blocks.get_submodule(module).register_parameter(last, parameter)
+    config = _peft_config(section, _targets(model, blocks, section, setting), stacked)
     inject_adapter_in_model(config, blocks, low_cpu_mem_usage=True)
     head = set(model.head.parameters()) if isinstance(model, ValueModel) else set()
     for name, parameter in model.hf.named_parameters():
         parameter.requires_grad_(is_adapter(name) or parameter in head)
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # made in the base's dtype, as peft makes them
+
+
+def stacked_experts(module: nn.Module) -> list[str]:
+    """Names of the parameters below `module`, without adapters, that hold a matrix of every expert of a layer."""
+    parameters = ((checkpoint_name(name), parameter) for name, parameter in module.named_parameters())
+    return [name for name, parameter in parameters if parameter.ndim == 3 and name.split(".")[-2] == "experts"]
 
 
 def adapters_off(hf: PreTrainedModel) -> AbstractContextManager[None]:
@@ -78,14 +101,45 @@ def adapters_off(hf: PreTrainedModel) -> AbstractContextManager[None]:
     return context
 
 
+def expert_adapters(module: nn.Module) -> list["ParamWrapper"]:
+    """The adapters of stacked experts in `module`."""
+    if not any(is_of_experts(name) for name, _ in module.named_parameters()):
+        return []
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return [each for each in module.modules() if isinstance(each, ParamWrapper)]
+
+
+@contextmanager
+def experts_merged(hf: PreTrainedModel) -> Iterator[None]:
+    """Makes stacked experts compute, and train, as their sums with adapters do, without the sums: what each token
+    costs. For the meta device, where peft cannot add them.
+    """
+    wrappers = expert_adapters(hf)
+    for wrapper in wrappers:
+        wrapper.enable_adapters(enabled=False)
+        wrapper.get_param().requires_grad_(True)
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            wrapper.enable_adapters(enabled=True)
+            wrapper.get_param().requires_grad_(False).grad = None
+
+
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name belongs to an adapter."""
     return name.endswith((_DOWN, _UP))
 
 
+def is_of_experts(name: str) -> bool:
+    """Whether a parameter of this name is an adapter of stacked experts."""
+    return is_adapter(name) and name.rpartition(".lora_")[0].endswith(tuple(_STACKED.values()))
+
+
 def checkpoint_name(name: str) -> str:
-    """Returns the name of the base's parameter `name` in the model directory."""
-    return name.replace(_BASE, ".")
+    """Returns the name of the base's parameter `name` in the model directory; an adapter's stays as it is."""
+    return name if is_adapter(name) else re.sub(rf"({re.escape(_BASE[:-1])})+\.", ".", name)
 
 
 def peft_name(name: str) -> str:
@@ -104,16 +158,50 @@ def new_adapter(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """Names of the parameters [R, I] and [O, R] of the adapter that the model directory's tensor `weight` has, if it
-    has one.
+    """Names the parameters [R, I] and [O, R] of an adapter of `weight`, whether it has one or not: a tensor of the
+    model directory, or a parameter that holds a layer's experts.
     """
-    module = weight.removesuffix(".weight")
+    layer, _, last = weight.rpartition(".experts.")
+    module = layer + _STACKED[last] if last in _STACKED and layer else weight.removesuffix(".weight")
     return module + _DOWN, module + _UP
 
 
 def merged(weight_OI: torch.Tensor, down_RI: torch.Tensor, up_OR: torch.Tensor, section: LoraSection) -> torch.Tensor:
     """The base's weight with its adapter added, in its own dtype; summed in float32 and rounded once."""
     return (weight_OI.float() + section.alpha / section.rank * (up_OR.float() @ down_RI.float())).to(weight_OI.dtype)
+
+
+def merged_experts(
+    weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, section: LoraSection, *, transposed: bool
+) -> torch.Tensor:
+    """Adds the adapters of a layer's experts, each as `merged` does. `weight` is [E, O, I], `transposed` [E, I, O];
+    `down` is [E R, I] and `up` [O, R E], as peft orders them.
+    """
+    result = torch.empty_like(weight)
+    down_ERI, up_ORE = down.reshape(len(weight), section.rank, -1), up.reshape(len(up), section.rank, -1)
+    for expert, (old, new) in enumerate(zip(weight, result, strict=True)):
+        old_OI, new_OI = (old.T, new.T) if transposed else (old, new)
+        new_OI.copy_(merged(old_OI, down_ERI[expert], up_ORE[..., expert], section))
+    return result
+
+
+def with_adapter(
+    name: str,
+    weight: torch.Tensor,
+    has: Container[str],
+    read: Callable[[str], torch.Tensor],
+    section: LoraSection,
+    conversion: Conversion,
+) -> torch.Tensor:
+    """Adds the adapter of the base's parameter `name` to its `weight`, where it `has` one; `read` returns a whole
+    parameter of an adapter by its name.
+    """
+    down, up = adapter_names(name)
+    if down not in has:
+        return weight
+    if weight.ndim == 3:
+        return merged_experts(weight, read(down), read(up), section, transposed=conversion.experts_are_transposed)
+    return merged(weight, read(down), read(up), section)
 
 
 def weights_to_publish(
@@ -137,9 +225,10 @@ def weights_to_publish(
                 yield peft_name(name), gather(name, dtype)
         elif not is_adapter(name):
             weight, stored = gather(name, dtype), checkpoint_name(name)
-            down, up = adapter_names(stored)
-            if section is not None and down in names:
-                weight = merged(weight, gather(down, torch.float32), gather(up, torch.float32), section)
+            if section is not None:
+                weight = with_adapter(
+                    stored, weight, names, lambda each: gather(each, torch.float32), section, conversion
+                )
             yield from conversion.to_checkpoint(stored, weight).items()
 
 
@@ -160,9 +249,10 @@ def check_names(hf: PreTrainedModel, files: ModelFiles, conversion: Conversion, 
     """ConfigError when a matrix that has an adapter in `hf` is no tensor in the model directory: a merge looks for it
     there, by that name or by what transformers renames it to. `setting` is the adapters' section's.
     """
-    matrices = [name.replace(_DOWN, ".weight") for name, _ in hf.named_parameters() if name.endswith(_DOWN)]
+    names = {checkpoint_name(name) for name, _ in hf.named_parameters()}
+    matrices = [name for name in names if not is_adapter(name) and adapter_names(name)[0] in names]
     held = {name for stored, name in parameter_names(hf, conversion).items() if stored in files}
-    renamed = [name for name in matrices if name not in files and name not in held]
+    renamed = sorted(name for name in matrices if name not in files and name not in held)
     if renamed:
         raise ConfigError(
             f"{setting}.target_modules: {files.path} has no tensor {renamed[0]!r}, as {type(hf).__name__} calls it "
@@ -172,14 +262,15 @@ def check_names(hf: PreTrainedModel, files: ModelFiles, conversion: Conversion, 
 
 
 def parameter_names(hf: PreTrainedModel, conversion: Conversion) -> dict[str, str]:
-    """The parameters of `hf`, without adapters, by their names in a model directory; those that are a tensor each."""
-    names = {}
-    for own_name, parameter in hf.named_parameters():
-        name = checkpoint_name(own_name)
-        stored = list(conversion.to_checkpoint(name, torch.empty(parameter.shape, device="meta")))
-        if len(stored) == 1 and not is_adapter(name):
-            names[stored[0]] = name
-    return names
+    """The parameters of `hf`, without adapters, by the names of the tensors in a model directory that hold them: one
+    each, or of stacked experts one an expert and matrix.
+    """
+    return {
+        stored: checkpoint_name(name)
+        for name, parameter in hf.named_parameters()
+        if not is_adapter(name)
+        for stored in conversion.to_checkpoint(checkpoint_name(name), torch.empty(parameter.shape, device="meta"))
+    }
 
 
 def write_adapter(
@@ -187,17 +278,18 @@ def write_adapter(
     source: Path,
     tensors: Iterator[tuple[str, torch.Tensor]],
     section: LoraSection,
+    experts: Collection[str],
     progressed: Callable[[], None],
 ) -> int:
     """Writes an adapter of the model directory `source` in peft's format; `tensors` by peft's names, held together.
-    Returns their bytes. DiskFullError.
+    `experts`: the parameters of stacked experts that have one. Returns their bytes. DiskFullError.
     """
     with writing("export the adapter to", path):
         path.mkdir(parents=True, exist_ok=True)
         num_bytes = write_tensors(path / ADAPTER, dict(tensors), {"format": "pt"}, progressed)
         modules = list(section.target_modules)
         config = {
-            **_peft_config(section, modules).to_dict(),
+            **_peft_config(section, modules, sorted({name[name.rindex("experts.") :] for name in experts})).to_dict(),
             "target_modules": modules,
             "base_model_name_or_path": str(source),
             "inference_mode": True,
@@ -206,13 +298,14 @@ def write_adapter(
     return num_bytes
 
 
-def _peft_config(section: LoraSection, modules: list[str]) -> "LoraConfig":
+def _peft_config(section: LoraSection, modules: list[str], parameters: list[str]) -> "LoraConfig":
     from peft import LoraConfig
 
     return LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
         target_modules=modules,
+        target_parameters=parameters or None,
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",

@@ -38,12 +38,33 @@ GAE = {"groups_per_batch": 1, "advantage": {"kind": "gae"}}
             r"critic\.parallel\.tensor: .*or use backend megatron",
         ),
         ({"algorithm": {"groups_per_batch": 1}, "actor": {"lora": {"rank": 513}}}, "512"),
+        ({"algorithm": {"groups_per_batch": 1}, "actor": {"lora": {"experts": True}}}, "set weights.merge_adapters"),
+        (
+            {"algorithm": {"groups_per_batch": 1}, "actor": {"lora": {"experts": True}, "backend": "megatron"}},
+            r"actor\.lora\.experts is not there",
+        ),
+        (
+            {"algorithm": GAE, "critic": {"lora": {"experts": True}}, "actor": {"backend": "megatron"}},
+            r"critic\.lora\.experts is not there",
+        ),
         ({"algorithm": {"groups_per_batch": 1}, "actor": {"lora": {"target_modules": []}}}, "at least 1"),
     ],
 )
 def test_what_adapters_do_not_do_is_refused_in_words(sections: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         RunSettings.model_validate(smallest_tree(Path("/nowhere"), **sections))
+
+
+def test_a_critic_s_experts_have_adapters_though_none_are_published() -> None:
+    section = {"lora": {"experts": True}}
+    settings = RunSettings.model_validate(smallest_tree(Path("/nowhere"), algorithm=GAE, critic=section))
+    assert settings.critic is not None
+    assert settings.critic.lora == LoraSection(experts=True)
+
+
+def test_what_is_kept_of_adapters_says_experts_only_where_they_have_some() -> None:
+    assert "experts" not in LoraSection().as_kept()  # so that a checkpoint of a release without them is one of these
+    assert LoraSection(experts=True).as_kept()["experts"] is True
 
 
 def test_a_kl_to_the_base_needs_no_reference_service() -> None:
@@ -70,6 +91,34 @@ def test_an_adapter_is_added_with_alpha_over_rank_and_rounded_once() -> None:
     )
     expected = torch.tensor([[1.0 + 1.5 * 4.0, 2.0 - 1.5 * 2.0]], dtype=torch.bfloat16)
     assert torch.equal(lora.merged(weight, down, up, LoraSection(rank=2, alpha=3.0)), expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_are_merged_as_each_alone(transposed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    section, num_experts = LoraSection(rank=2, alpha=3.0), 3
+    weight = torch.randn(num_experts, 5, 4, generator=generator)
+    inputs, outputs = (5, 4) if transposed else (4, 5)
+    down_ERI = torch.randn(num_experts, 2, inputs, generator=generator)
+    up_EOR = torch.randn(num_experts, outputs, 2, generator=generator)
+    down, up = down_ERI.reshape(num_experts * 2, inputs), up_EOR.permute(1, 2, 0).reshape(outputs, 2 * num_experts)
+    ours = lora.merged_experts(weight, down, up, section, transposed=transposed)
+    for expert in range(num_experts):
+        delta_OI = 1.5 * up_EOR[expert] @ down_ERI[expert]
+        expected = weight[expert] + (delta_OI.T if transposed else delta_OI)
+        torch.testing.assert_close(ours[expert], expected)
+
+
+def test_names_of_stacked_experts_are_those_that_peft_gives_them() -> None:
+    layer = "model.layers.0.mlp.experts"
+    assert lora.adapter_names(f"{layer}.gate_up_proj")[0] == f"{layer}.base_layer.lora_A.default.weight"
+    assert lora.adapter_names(f"{layer}.down_proj")[1] == f"{layer}.lora_B.default.weight"
+    assert lora.adapter_names(f"{layer}.3.down_proj.weight")[0] == f"{layer}.3.down_proj.lora_A.default.weight"
+    assert lora.checkpoint_name(f"{layer}.base_layer.base_layer.down_proj") == f"{layer}.down_proj"
+    inner = f"{layer}.base_layer.lora_A.default.weight"
+    assert lora.checkpoint_name(inner) == inner
+    assert lora.is_of_experts(inner)
+    assert not lora.is_of_experts("model.layers.0.mlp.shared_experts.up_proj.lora_A.default.weight")
 
 
 def test_names_go_to_the_model_directory_and_to_pefts_files() -> None:
