@@ -72,7 +72,7 @@ def check_start(section: LoraSection, model: Path, setting: str = "actor.lora") 
     found = {"rank": config.get("r"), "alpha": config.get("lora_alpha"), "target_modules": sorted(modules)}
     modules_of = with_modules(section, model, setting).target_modules
     given = {"rank": section.rank, "alpha": section.alpha, "target_modules": sorted(modules_of)}
-    found["experts"], given["experts"] = bool(config.get("target_parameters")), section.experts
+    found["experts"], given["experts"] = any(EXPERTS in name for name in shapes), section.experts
     for name in given:
         if found[name] != given[name]:
             raise ConfigError(
@@ -155,7 +155,9 @@ def _in_layers(path: Path, setting: str) -> dict[str, list[int]]:
     return {
         name: shape
         for name, shape in model_shapes(path, f"{setting}: the model").items()
-        if not TOWER.match(name) and not ((block := _IN_BLOCK.search(name)) and int(block[1]) >= end)
+        if not TOWER.match(name)
+        and not name.startswith("mtp.")
+        and not ((block := _IN_BLOCK.search(name)) and int(block[1]) >= end)
     }
 
 

@@ -36,7 +36,7 @@ _DEQUANTIZED = (
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which architectures keep the number of experts of a layer."""
 EXPERTS = ".experts."
-"""Part of the name of every tensor of a mixture's experts, which get no adapters."""
+"""Part of the name of every tensor of a mixture's experts."""
 TOWER = re.compile(r"(model\.)?visual\.")
 """Beginning of the names of a vision tower's tensors, which get no adapters."""
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")

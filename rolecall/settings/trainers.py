@@ -242,8 +242,8 @@ class LoraSection(Section):
     """
     start: ConfigPath | None = None
     """Folder of an adapter in peft's format that training begins with, such as `rolecall export` writes. Its rank,
-    alpha and modules must be those of this section. Absent: one that changes nothing. A run that goes on takes its
-    checkpoint's: the folder may be gone by then.
+    alpha, modules and experts must be those of this section. Absent: one that changes nothing. A run that goes on takes
+    its checkpoint's: the folder may be gone by then.
     """
 
     def as_kept(self) -> dict[str, JsonValue]:
@@ -387,6 +387,11 @@ def check_adapters(actor: ActorSection, lora: LoraSection | None, parallel: Layo
         raise ValueError(
             f"{setting.removesuffix('parallel')}lora.experts is not there with actor.backend megatron; leave it out, "
             "or use backend fsdp"
+        )
+    if lora is not None and lora.experts and actor.activation_offload and not actor.gradient_checkpointing:
+        raise ValueError(
+            f"{setting.removesuffix('parallel')}lora.experts: actor.activation_offload would move the experts of every "
+            "layer to the host and back; set actor.gradient_checkpointing, too, or leave it out"
         )
     if lora is not None and parallel.tensor > 1 and actor.backend == "fsdp":
         raise ValueError(

@@ -2,6 +2,7 @@
 and written.
 """
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from rolecall.training.engine import TokenOutputs
 from rolecall.training.export.export import export
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.model import lora
+from rolecall.training.model.box import local_part
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, pack, unpack
 from tests import checkpoint_rig
@@ -315,6 +317,53 @@ def test_what_is_published_merged_is_bit_for_bit_what_an_export_of_the_same_step
     assert {name.removesuffix(".weight").rpartition(".")[2] for name in changed} == set(modules) | (
         set() if not experts else {"gate_up_proj", "down_proj"} if kind == "gpt_oss" else set(LORA.target_modules[4:])
     )
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_peft_loads_adapters_of_a_mixture_s_own_mlps(models: dict[str, Path], experts: bool, tmp_path: Path) -> None:
+    rows = make_rows(6)
+    section = with_modules(LORA.model_copy(update={"target_modules": ALL_LINEAR, "experts": experts}), models["latent"])
+    engine = make_engine(models["latent"], section=section)
+    train_step(engine, rows, token_budget=64, seed=0)
+    checkpoint_rig.save(engine, tmp_path / "saved")
+    adapter = checkpoint_rig.exported(tmp_path / "saved") / "adapter"
+    hf = AutoModelForCausalLM.from_pretrained(models["latent"], attn_implementation="eager", dtype=torch.float32).eval()
+    theirs = PeftModel.from_pretrained(hf, adapter)
+    with torch.no_grad():
+        expected = np.concatenate([oracle_outputs(theirs, row, 0.7)[0].numpy() for row in rows])
+    np.testing.assert_allclose(logprobs_of(engine, rows), expected, atol=2e-5)
+    begun = make_engine(models["latent"], section=section.model_copy(update={"start": adapter}))
+    assert_same(weights_of(begun), weights_of(engine), atol=0)
+
+
+@pytest.mark.parametrize("kind", ["moe", "gpt_oss"])
+def test_what_is_published_of_experts_is_in_bfloat16_what_a_pass_computes_with(
+    models: dict[str, Path], kind: str, tmp_path: Path
+) -> None:
+    rows = make_rows(6)
+    engine = make_engine(models[kind], dtype="bfloat16", section=EXPERTS, merges=True)
+    for step in range(3):
+        train_step(engine, rows, token_budget=64, seed=step)
+    with torch.no_grad():  # the other modules add products of their own, which rounds otherwise
+        for name, parameter in engine._model.hf.named_parameters():
+            if name.endswith(".lora_B.default.weight") and not lora.is_of_experts(name):
+                local_part(parameter).zero_()
+    shutil.copytree(models[kind], tmp_path / "published")
+    save_file(weights_of(engine), tmp_path / "published" / "model.safetensors", {"format": "pt"})
+    frozen = EngineOptions(path=tmp_path / "published", head="policy", dtype="bfloat16", optimizer=None)
+    assert np.array_equal(logprobs_of(engine, rows), logprobs_of(FsdpEngine(frozen, device=CPU), rows))
+
+
+def test_adapters_of_experts_beside_a_base_with_other_experts_are_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint_rig.save(make_engine(models["moe"], section=EXPERTS), tmp_path / "saved")
+    shutil.copytree(models["moe"], tmp_path / "other")
+    tensors = load_file(tmp_path / "other" / "model.safetensors")
+    changed = {name: tensor + 1 if ".experts." in name else tensor for name, tensor in tensors.items()}
+    save_file(changed, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointMismatchError, match="use the same configuration"):
+        checkpoint_rig.load(make_engine(tmp_path / "other", section=EXPERTS), tmp_path / "saved")
 
 
 def test_adapters_beside_another_base_or_of_another_scale_are_refused(models: dict[str, Path], tmp_path: Path) -> None:

@@ -97,19 +97,20 @@ def test_all_linear_is_every_matrix_of_the_language_model_that_may_have_an_adapt
 @pytest.mark.parametrize(
     "name",
     [
-        "layers.2.eh_proj.weight",
-        "layers.2.embed_tokens.weight",
-        "layers.2.shared_head.head.weight",
-        "layers.0.block_sparse_moe.router.layer.weight",
-        "layers.0.mlp.gate.wg.weight",
-        "layers.0.linear_attn.A_log",
+        "model.layers.2.eh_proj.weight",
+        "model.layers.2.embed_tokens.weight",
+        "model.layers.2.shared_head.head.weight",
+        "mtp.layers.0.self_attn.o_proj.weight",
+        "model.layers.0.block_sparse_moe.router.layer.weight",
+        "model.layers.0.mlp.gate.wg.weight",
+        "model.layers.0.linear_attn.A_log",
     ],
 )
 def test_all_linear_leaves_out_what_no_trainer_gives_an_adapter(config: Path, name: str) -> None:
     path = config.parent / "model"
     tree = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(tree | {"num_hidden_layers": 2}))
-    save_matrices(config, f"{LAYER}.q_proj.weight", f"model.{name}")
+    save_matrices(config, f"{LAYER}.q_proj.weight", name)
     assert with_modules(LoraSection(target_modules="all-linear"), path).target_modules == ("q_proj",)
 
 

@@ -74,8 +74,8 @@ def export(
         if saved.head == "value":
             return num_bytes
         adapter = ((lora.peft_name(name), saved.tensor(name)) for name in saved)
-        experts = lora.stacked_experts(model.hf) if section.experts else ()
-        return num_bytes + lora.write_adapter(path / "adapter", directory, adapter, section, experts, progressed)
+        stacked = lora.stacked_experts(model.hf)
+        return num_bytes + lora.write_adapter(path / "adapter", directory, adapter, section, stacked, progressed)
 
 
 def _describe(config: Path, dtype: str) -> None:
@@ -117,7 +117,7 @@ def _merged(
             tensor = conversion.from_checkpoint(own, shape, base.tensor, slice(None)).to(dtype)
         else:
             tensor = base.tensor(name).to(dtype)
-        tensor = lora.with_adapter(own, tensor, saved, saved.tensor, section, conversion)
+        tensor = lora.with_adapter(own, tensor, saved, saved.tensor, section, conversion, DTYPES[saved.dtype])
         yield from conversion.to_checkpoint(own, tensor).items() if own in stacked else [(name, tensor)]
     for name in heads:
         yield name, saved.tensor(name).to(dtype)

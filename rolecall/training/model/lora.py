@@ -45,6 +45,10 @@ _STACKED = {"gate_up_proj": ".experts.base_layer", "up_proj": ".experts.base_lay
 """Parameters of stacked experts, and the module that holds the adapter: peft wraps the layer's experts once for each of
 theirs, from the first on.
 """
+_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Modules that peft, as it loads an adapter of a mixture, takes for its experts'. Their weights as target_parameters
+are the same adapters, and left alone.
+"""
 _PEFT_PREFIX = "base_model.model."
 """What peft's files put before every name."""
 
@@ -175,7 +179,7 @@ def merged_experts(
     weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, section: LoraSection, *, transposed: bool
 ) -> torch.Tensor:
     """Adds the adapters of a layer's experts, each as `merged` does. `weight` is [E, O, I], `transposed` [E, I, O];
-    `down` is [E R, I] and `up` [O, R E], as peft orders them.
+    `down` is [E R, I] and `up` [O, R E], as peft orders them, in the type of a pass, which adds them likewise.
     """
     result = torch.empty_like(weight)
     down_ERI, up_ORE = down.reshape(len(weight), section.rank, -1), up.reshape(len(up), section.rank, -1)
@@ -192,16 +196,18 @@ def with_adapter(
     read: Callable[[str], torch.Tensor],
     section: LoraSection,
     conversion: Conversion,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Adds the adapter of the base's parameter `name` to its `weight`, where it `has` one; `read` returns a whole
-    parameter of an adapter by its name.
+    parameter of an adapter by its name. `dtype`: that of a pass.
     """
-    down, up = adapter_names(name)
-    if down not in has:
+    if adapter_names(name)[0] not in has:
         return weight
-    if weight.ndim == 3:
-        return merged_experts(weight, read(down), read(up), section, transposed=conversion.experts_are_transposed)
-    return merged(weight, read(down), read(up), section)
+    down, up = map(read, adapter_names(name))
+    if weight.ndim == 2:
+        return merged(weight, down, up, section)
+    is_transposed = conversion.experts_are_transposed
+    return merged_experts(weight, down.to(dtype), up.to(dtype), section, transposed=is_transposed)
 
 
 def weights_to_publish(
@@ -227,21 +233,22 @@ def weights_to_publish(
             weight, stored = gather(name, dtype), checkpoint_name(name)
             if section is not None:
                 weight = with_adapter(
-                    stored, weight, names, lambda each: gather(each, torch.float32), section, conversion
+                    stored, weight, names, lambda each: gather(each, torch.float32), section, conversion, dtype
                 )
             yield from conversion.to_checkpoint(stored, weight).items()
 
 
 def base_digest(files: ModelFiles, section: LoraSection) -> str:
-    """Hex digest over the first row of every matrix that has an adapter: beside another base, whose shapes may be the
-    same, adapters mean nothing.
+    """Hex digest over the first row of every matrix that has an adapter, of a layer's experts of the first one's:
+    beside another base, whose shapes may be the same, adapters mean nothing.
     """
     state = hashlib.sha256()
     for name in sorted(files):
-        if name.removesuffix(".weight").rpartition(".")[2] in section.target_modules and ".experts." not in name:
-            state.update(
-                name.encode() + files.part(name, (slice(0, 1), slice(None))).view(torch.uint8).numpy().tobytes()
-            )
+        matrix = name.removesuffix(".weight").rpartition(".")[2]
+        of_experts = section.experts and (".experts.0." in name or (".experts." in name and matrix in _STACKED))
+        if of_experts or (matrix in section.target_modules and ".experts." not in name):
+            first = (*(slice(0, 1) for _ in files.shape(name)[1:]), slice(None))
+            state.update(name.encode() + files.part(name, first).view(torch.uint8).numpy().tobytes())
     return state.hexdigest()
 
 
@@ -262,15 +269,16 @@ def check_names(hf: PreTrainedModel, files: ModelFiles, conversion: Conversion, 
 
 
 def parameter_names(hf: PreTrainedModel, conversion: Conversion) -> dict[str, str]:
-    """The parameters of `hf`, without adapters, by the names of the tensors in a model directory that hold them: one
-    each, or of stacked experts one an expert and matrix.
+    """The parameters of `hf`, without adapters, by the names of the tensors in a model directory that hold them; those
+    that are a tensor each, and stacked experts, which may be one for each expert and matrix.
     """
-    return {
-        stored: checkpoint_name(name)
-        for name, parameter in hf.named_parameters()
-        if not is_adapter(name)
-        for stored in conversion.to_checkpoint(checkpoint_name(name), torch.empty(parameter.shape, device="meta"))
-    }
+    names = {}
+    for own_name, parameter in hf.named_parameters():
+        name = checkpoint_name(own_name)
+        stored = conversion.to_checkpoint(name, torch.empty(parameter.shape, device="meta"))
+        if not is_adapter(name) and (len(stored) == 1 or parameter.ndim == 3):
+            names.update(dict.fromkeys(stored, name))
+    return names
 
 
 def write_adapter(
@@ -278,18 +286,21 @@ def write_adapter(
     source: Path,
     tensors: Iterator[tuple[str, torch.Tensor]],
     section: LoraSection,
-    experts: Collection[str],
+    stacked: Collection[str],
     progressed: Callable[[], None],
 ) -> int:
     """Writes an adapter of the model directory `source` in peft's format; `tensors` by peft's names, held together.
-    `experts`: the parameters of stacked experts that have one. Returns their bytes. DiskFullError.
+    `stacked`: the model's parameters of stacked experts. Returns their bytes. DiskFullError.
     """
     with writing("export the adapter to", path):
         path.mkdir(parents=True, exist_ok=True)
         num_bytes = write_tensors(path / ADAPTER, dict(tensors), {"format": "pt"}, progressed)
-        modules = list(section.target_modules)
+        own_names = _OF_EXPERTS if stacked else frozenset[str]()
+        modules = [name for name in section.target_modules if name not in own_names]
+        parameters = [f"{name}.weight" for name in section.target_modules if name in own_names]
+        parameters += sorted({name[name.rindex("experts.") :] for name in stacked if section.experts})
         config = {
-            **_peft_config(section, modules, sorted({name[name.rindex("experts.") :] for name in experts})).to_dict(),
+            **_peft_config(section, modules, parameters).to_dict(),
             "target_modules": modules,
             "base_model_name_or_path": str(source),
             "inference_mode": True,

@@ -110,7 +110,7 @@ def _check_adapter(model: PackedModel, files: ModelFiles, setting: str) -> None:
     wrong = sorted(expected ^ set(files))
     if wrong:
         raise ConfigError(
-            f"{setting}.start {files.path} is no adapter of {type(model.hf).__name__} at {setting}.target_modules: "
+            f"{setting}.start {files.path} is no adapter of {type(model.hf).__name__} as {setting} describes it: "
             f"{wrong[0]!r} is {'missing' if wrong[0] in expected else 'too many'} ({len(wrong)} in all); name the "
             "modules that it has, or another adapter"
         )

@@ -44,6 +44,10 @@ GAE = {"groups_per_batch": 1, "advantage": {"kind": "gae"}}
             r"actor\.lora\.experts is not there",
         ),
         (
+            {"algorithm": GAE, "critic": {"lora": {"experts": True}}, "actor": {"activation_offload": True}},
+            r"critic\.lora\.experts: .* set actor\.gradient_checkpointing",
+        ),
+        (
             {"algorithm": GAE, "critic": {"lora": {"experts": True}}, "actor": {"backend": "megatron"}},
             r"critic\.lora\.experts is not there",
         ),
