@@ -24,7 +24,15 @@ from rolecall.scoring.joint import JointCalls
 from rolecall.scoring.peer import Peer
 from rolecall.scoring.retries import Retries
 from rolecall.scoring.scores import Failure, Outcome
-from rolecall.settings import FEW_CALLS, ControllerSection, ExternalScorer, RewardSection, RpcSection, taken_names
+from rolecall.settings import (
+    FEW_CALLS,
+    AlgorithmSection,
+    ControllerSection,
+    ExternalScorer,
+    RewardSection,
+    RpcSection,
+    taken_names,
+)
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 
@@ -217,17 +225,22 @@ def taken_problem(spec: reward_pb2.DescribeResponse) -> str | None:
     )
 
 
-def filter_problem(component: str | None, spec: reward_pb2.DescribeResponse) -> str | None:
-    """Returns why algorithm.filters.component cannot be read of what the description's scorer gives; None when it can,
-    or is absent.
+def algorithm_problem(algorithm: AlgorithmSection, spec: reward_pb2.DescribeResponse) -> str | None:
+    """Returns why `algorithm` cannot go by what the description's scorer gives; None when it can. What the settings
+    tell of scorers of their own was checked with them.
     """
-    given = sorted(each.name for each in spec.components)
-    if component is None or component in given:
-        return None
-    return (
-        f"algorithm.filters.component {component!r}: the reward has no component of that name, it has {given}; name "
-        "one of them, or remove it"
-    )
+    component, given = algorithm.filters.component, sorted(each.name for each in spec.components)
+    if component is not None and component not in given:
+        return (
+            f"algorithm.filters.component {component!r}: the reward has no component of that name, it has {given}; "
+            "name one of them, or remove it"
+        )
+    if algorithm.advantage.kind == "gdpo" and spec.token_rewards:
+        return (
+            "algorithm.advantage gdpo reads the reward's components, which the token_rewards that the scorer gives do "
+            "not reach; use another estimator, or a scorer without them"
+        )
+    return None
 
 
 def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[RewardClient, grpc.aio.Channel]:

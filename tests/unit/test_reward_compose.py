@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.errors import ScorerError
+from rolecall.scoring.client import algorithm_problem
 from rolecall.scoring.description import change_of, component_spec, problem_of, spec_problem
 from rolecall.scoring.exchange import believed, cut, only
 from rolecall.scoring.items import chunked, score_item
 from rolecall.scoring.results import call_scorer
 from rolecall.scoring.scores import Failure, Item, Outcome, Score, decode_reward
+from rolecall.settings import AlgorithmSection
 from rolecall.v1 import reward_pb2, trajectory_pb2
 from rolecall.wire import Array, decode_tensor, encode_tensor
 from services.reward.compose import compose, compose_spec
@@ -142,6 +144,13 @@ def test_an_unbounded_component_unbounds_the_sum_unless_its_weight_is_zero() -> 
     assert not counted.HasField("max")
     reported = compose_spec("reward", specs, {"a": 1.0, "b": 0.0}).reward
     assert (reported.min, reported.max) == (0.0, 1.0)
+
+
+def test_gdpo_takes_no_scorer_whose_token_rewards_it_would_not_see() -> None:
+    gdpo = AlgorithmSection.model_validate({"groups_per_batch": 1, "advantage": {"kind": "gdpo", "weights": {"a": 1}}})
+    assert algorithm_problem(gdpo, spec()) is None
+    assert "gdpo reads the reward's components" in (algorithm_problem(gdpo, spec(token_rewards=True)) or "")
+    assert algorithm_problem(AlgorithmSection(groups_per_batch=1), spec(token_rewards=True)) is None
 
 
 def test_what_may_change_of_a_shadow_is_no_part_of_the_description() -> None:
