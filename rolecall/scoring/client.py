@@ -8,6 +8,7 @@ Every item ends as a Score or a Failure, never as a made-up number. Knows nothin
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 
@@ -29,6 +30,7 @@ from rolecall.settings import (
     AlgorithmSection,
     ControllerSection,
     ExternalScorer,
+    PassAtKAdvantage,
     RewardSection,
     RpcSection,
     taken_names,
@@ -235,10 +237,22 @@ def algorithm_problem(algorithm: AlgorithmSection, spec: reward_pb2.DescribeResp
             f"algorithm.filters.component {component!r}: the reward has no component of that name, it has {given}; "
             "name one of them, or remove it"
         )
-    if algorithm.advantage.kind == "gdpo" and spec.token_rewards:
+    advantage, clip_min, reward = algorithm.advantage, algorithm.shaping.clip_min, spec.reward
+    if advantage.kind == "gdpo" and spec.token_rewards:
         return (
             "algorithm.advantage gdpo reads the reward's components, which the token_rewards that the scorer gives do "
             "not reach; use another estimator, or a scorer without them"
+        )
+    if advantage.kind == "maxrl" and reward.HasField("min") and reward.min < 0 and (clip_min is None or clip_min < 0):
+        return (
+            f"algorithm.advantage maxrl divides by the group's mean reward, which may be {reward.min:g} by what the "
+            "scorer says of it; set algorithm.shaping.clip_min: 0, or use another estimator"
+        )
+    highest = reward.max if reward.HasField("max") and not spec.token_rewards else math.inf
+    if isinstance(advantage, PassAtKAdvantage) and highest < advantage.solved_at:
+        return (
+            f"algorithm.advantage pass_at_k takes a response for right from {advantage.solved_at:g} on, and the scorer "
+            f"says {highest:g} at most; raise the weights under reward.components, or use another estimator"
         )
     return None
 
