@@ -8,6 +8,7 @@ Every item ends as a Score or a Failure, never as a made-up number. Knows nothin
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 
@@ -24,7 +25,16 @@ from rolecall.scoring.joint import JointCalls
 from rolecall.scoring.peer import Peer
 from rolecall.scoring.retries import Retries
 from rolecall.scoring.scores import Failure, Outcome
-from rolecall.settings import FEW_CALLS, ControllerSection, ExternalScorer, RewardSection, RpcSection, taken_names
+from rolecall.settings import (
+    FEW_CALLS,
+    AlgorithmSection,
+    ControllerSection,
+    ExternalScorer,
+    PassAtKAdvantage,
+    RewardSection,
+    RpcSection,
+    taken_names,
+)
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2, reward_pb2_grpc
 
@@ -217,17 +227,34 @@ def taken_problem(spec: reward_pb2.DescribeResponse) -> str | None:
     )
 
 
-def filter_problem(component: str | None, spec: reward_pb2.DescribeResponse) -> str | None:
-    """Returns why algorithm.filters.component cannot be read of what the description's scorer gives; None when it can,
-    or is absent.
+def algorithm_problem(algorithm: AlgorithmSection, spec: reward_pb2.DescribeResponse) -> str | None:
+    """Returns why `algorithm` cannot go by what the description's scorer gives; None when it can. What the settings
+    tell of scorers of their own was checked with them.
     """
-    given = sorted(each.name for each in spec.components)
-    if component is None or component in given:
-        return None
-    return (
-        f"algorithm.filters.component {component!r}: the reward has no component of that name, it has {given}; name "
-        "one of them, or remove it"
-    )
+    component, given = algorithm.filters.component, sorted(each.name for each in spec.components)
+    if component is not None and component not in given:
+        return (
+            f"algorithm.filters.component {component!r}: the reward has no component of that name, it has {given}; "
+            "name one of them, or remove it"
+        )
+    advantage, clip_min, reward = algorithm.advantage, algorithm.shaping.clip_min, spec.reward
+    if advantage.kind == "gdpo" and spec.token_rewards:
+        return (
+            "algorithm.advantage gdpo reads the reward's components, which the token_rewards that the scorer gives do "
+            "not reach; use another estimator, or a scorer without them"
+        )
+    if advantage.kind == "maxrl" and reward.HasField("min") and reward.min < 0 and (clip_min is None or clip_min < 0):
+        return (
+            f"algorithm.advantage maxrl divides by the group's mean reward, which may be {reward.min:g} by what the "
+            "scorer says of it; set algorithm.shaping.clip_min: 0, or use another estimator"
+        )
+    highest = reward.max if reward.HasField("max") and not spec.token_rewards else math.inf
+    if isinstance(advantage, PassAtKAdvantage) and highest < advantage.solved_at:
+        return (
+            f"algorithm.advantage pass_at_k takes a response for right from {advantage.solved_at:g} on, and the scorer "
+            f"says {highest:g} at most; raise the weights under reward.components, or use another estimator"
+        )
+    return None
 
 
 def open_client(section: RewardSection, address: str, rpc: RpcSection) -> tuple[RewardClient, grpc.aio.Channel]:

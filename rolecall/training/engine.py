@@ -181,8 +181,10 @@ class TrainingEngine(Protocol):
         merged over its microbatches.
         """
 
-    def step(self) -> StepOutcome:
-        """Clips, applies the optimizer and schedule, clears the gradients."""
+    def step(self, place: int | None = None) -> StepOutcome:
+        """Clips, applies the optimizer and schedule, clears the gradients. `place`: the step's in the schedule, 0 is
+        the first; absent: the number of those that were applied.
+        """
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor in the publish dtype), one at a time, in a fixed order, the same on every

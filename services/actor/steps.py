@@ -72,6 +72,8 @@ class PolicySteps:
         self.wanted = Wanted(squares=True) if squares else None
         self._length = settings.sampling.max_tokens
         self._seed = settings.run.seed
+        self._warmup_steps = settings.critic.warmup_steps if settings.critic is not None else 0
+        """Steps of the run before the first in which the policy learns."""
         loss = settings.algorithm.policy_loss
         self._covariance = loss if isinstance(loss, CovarianceLoss) else None
         self._moe = settings.actor.moe
@@ -132,7 +134,9 @@ class PolicySteps:
             seen.add_to(minibatch)
             return seen.keeping(self._loss(context, minibatch, batch.coefficients, counter, mean), minibatch)
 
-        metrics, skipped = optimize(context, share, objective, section.num_epochs, counter, "actor")
+        # not of the updates so far: a run may go on with another number of them a step
+        place = max(0, batch.step - self._warmup_steps) * section.num_minibatches * section.num_epochs
+        metrics, skipped = optimize(context, share, objective, section.num_epochs, counter, "actor", place=place)
         for minibatch in share.minibatches:
             seen.add_to(minibatch)
         metrics = per_update(metrics, _SUMS, section.num_minibatches * section.num_epochs)

@@ -23,7 +23,7 @@ from rolecall.errors import (
     StoreUnavailableError,
 )
 from rolecall.identity import settle
-from rolecall.scoring.client import filter_problem
+from rolecall.scoring.client import algorithm_problem
 from rolecall.settings import RunSettings, shadows_of
 from rolecall.telemetry import Metrics, export
 from rolecall.telemetry.states import StateClock
@@ -242,7 +242,7 @@ class ControllerRun:
         ScorerUnavailableError.
         """
         spec = await self._parts.reward.describe()
-        if problem := filter_problem(self._settings.algorithm.filters.component, spec):
+        if problem := algorithm_problem(self._settings.algorithm, spec):
             raise ConfigError(problem)
         missing = shadows_of(self._settings.reward.components) - {part.name for part in spec.components}
         if not missing or (await self._threads.call(self._ledger.position)).published_step >= 0:

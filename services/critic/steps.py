@@ -69,6 +69,7 @@ class ValueSteps:
             self._num_epochs,
             counter,
             "critic",
+            place=batch.step * self._num_minibatches * self._num_epochs,
         )
         metrics = per_update(metrics, _SUMS, self._num_minibatches * self._num_epochs)
         _add_explained_variance(context, metrics, share.rows)

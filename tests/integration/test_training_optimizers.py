@@ -21,7 +21,7 @@ from rolecall.training.state.learning_rate import learning_rate
 from tests import checkpoint_rig
 from tests.integration.exact_ranks import Answer, Job, Ranks, living_ranks, write_rows
 from tests.integration.fsdp_ranks import make_rows
-from tests.tiny_models import write_qwen3, write_qwen3_moe
+from tests.tiny_models import write_gpt_oss, write_qwen3, write_qwen3_moe
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -44,6 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "dense": write_qwen3(root / "dense", num_layers=4),
         "wide": write_qwen3(root / "wide", hidden=256),
         "moe": write_qwen3_moe(root / "moe"),
+        "biased": write_gpt_oss(root / "biased"),
     }
 
 
@@ -134,6 +135,23 @@ def test_muon_trains_like_torchs_own_on_hugging_face(models: dict[str, Path], ro
         start,
         0.02,
     )
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_stacked_biases_of_experts_are_no_matrices(models: dict[str, Path], rows: list[Row], kind: str) -> None:
+    section = OptimizerSection.model_validate({"kind": kind, "learning_rate": 1e-2, "weight_decay": 0.5})
+    engine = make_engine(models["biased"], section.model_dump())
+    start = weights_of(engine)
+    add_gradients(engine, rows)
+    gradients = {name: p.grad.clone() for name, p in engine._model.hf.named_parameters() if p.grad is not None}
+    norm = engine.step().grad_norm
+    moved = weights_of(engine)
+    biases = [name for name in start if name.endswith("bias")]
+    assert {start[name].ndim for name in biases} == {1, 2}
+    for name in biases:  # AdamW's first step, by hand, without decay
+        gradient = gradients[name] * min(1.0, section.max_grad_norm / norm)
+        expected = start[name] - section.learning_rate * gradient / (gradient.abs() + section.eps)
+        torch.testing.assert_close(moved[name], expected, rtol=0, atol=1e-6)
 
 
 def test_muons_state_is_kept_and_goes_on_bit_for_bit(models: dict[str, Path], rows: list[Row], tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_a_warm_up_that_the_run_does_not_outlast_is_noted(config: Path) -> None:
     assert note.format("actor", 6, 6) in told("actor.optimizer.warmup_steps=6")
     critic = ["algorithm.advantage={kind: gae}", "critic={warmup_steps: 1}", "actor.optimizer.warmup_steps=4"]
     assert note.format("actor", 4, 4) in told(*critic), "in the first step the critic learns alone"
+    assert "; 4 optimizer steps of the policy in the run" in told(*critic)
     assert "NOTE critic" not in told(*critic)
     own = "critic={optimizer: {warmup_steps: 6}}"
     assert note.format("critic", 6, 6) in told(critic[0], own)

@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.errors import ScorerError
+from rolecall.scoring.client import algorithm_problem
 from rolecall.scoring.description import change_of, component_spec, problem_of, spec_problem
 from rolecall.scoring.exchange import believed, cut, only
 from rolecall.scoring.items import chunked, score_item
 from rolecall.scoring.results import call_scorer
 from rolecall.scoring.scores import Failure, Item, Outcome, Score, decode_reward
+from rolecall.settings import AlgorithmSection
 from rolecall.v1 import reward_pb2, trajectory_pb2
 from rolecall.wire import Array, decode_tensor, encode_tensor
 from services.reward.compose import compose, compose_spec
@@ -142,6 +144,29 @@ def test_an_unbounded_component_unbounds_the_sum_unless_its_weight_is_zero() -> 
     assert not counted.HasField("max")
     reported = compose_spec("reward", specs, {"a": 1.0, "b": 0.0}).reward
     assert (reported.min, reported.max) == (0.0, 1.0)
+
+
+def against(advantage: dict[str, object], described: reward_pb2.DescribeResponse, **shaping: float) -> str:
+    section = {"groups_per_batch": 1, "advantage": advantage, "shaping": shaping}
+    return algorithm_problem(AlgorithmSection.model_validate(section), described) or ""
+
+
+def test_gdpo_takes_no_scorer_whose_token_rewards_it_would_not_see() -> None:
+    gdpo: dict[str, object] = {"kind": "gdpo", "weights": {"a": 1}}
+    assert not against(gdpo, spec())
+    assert "gdpo reads the reward's components" in against(gdpo, spec(token_rewards=True))
+    assert not against({"kind": "rloo"}, spec(token_rewards=True))
+
+
+def test_an_estimator_of_right_and_wrong_takes_no_scorer_whose_range_it_cannot_read() -> None:
+    assert "maxrl divides by the group's mean reward, which may be -0.5" in against({"kind": "maxrl"}, spec(-0.5, 1))
+    assert not against({"kind": "maxrl"}, spec(-0.5, 1), clip_min=0.0)
+    assert not against({"kind": "maxrl"}, spec(0, 1))
+    assert not against({"kind": "maxrl"}, spec())
+    pass_at_2: dict[str, object] = {"kind": "pass_at_k", "k": 2}
+    assert "right from 1 on, and the scorer says 0.8 at most" in against(pass_at_2, spec(0, 0.8))
+    assert not against(pass_at_2, spec(0, 1))
+    assert not against(pass_at_2, spec(0, 0.8, token_rewards=True))
 
 
 def test_what_may_change_of_a_shadow_is_no_part_of_the_description() -> None:

@@ -29,6 +29,7 @@ class ScriptedEngine:
     def __init__(self, *outcomes: StepOutcome | Exception) -> None:
         self.outcomes = list(outcomes)
         self.seen: list[int] = []
+        self.places: list[int | None] = []
         self.flops_done = 0.0
 
     def forward(
@@ -43,7 +44,8 @@ class ScriptedEngine:
             metrics.merge(loss(microbatch, TokenOutputs(torch.zeros(1), torch.zeros(1)))[1])
         return metrics
 
-    def step(self) -> StepOutcome:
+    def step(self, place: int | None = None) -> StepOutcome:
+        self.places.append(place)
         outcome = self.outcomes.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
@@ -84,9 +86,15 @@ def test_every_minibatch_of_every_epoch_is_one_update_and_skipped_ones_are_count
     kept = StepOutcome(0.5, 1e-3, True, num_bytes_kept=64)
     engine, progress = ScriptedEngine(done, nan, done, kept), Progress(lambda: None)
     metrics, skipped = optimize(
-        context_of(engine), share_of([1, 2], [3]), lambda _: unit_loss, 2, MicrobatchCounter(progress, 6), "actor"
+        context_of(engine),
+        share_of([1, 2], [3]),
+        lambda _: unit_loss,
+        2,
+        MicrobatchCounter(progress, 6),
+        "actor",
+        place=8,
     )
-    assert engine.seen == [1, 2, 3, 1, 2, 3]
+    assert (engine.seen, engine.places) == ([1, 2, 3, 1, 2, 3], [8, 9, 10, 11])
     assert (progress.num_done, progress.num_total, skipped) == (6, 6, 1)
     assert metrics.values() == {
         "actor/grad_norm": 0.5,
@@ -109,6 +117,7 @@ def test_a_failure_between_updates_is_never_an_answer() -> None:
             1,
             MicrobatchCounter(Progress(lambda: None), 2),
             "actor",
+            place=0,
         )
 
 

@@ -135,7 +135,7 @@ def _batches(settings: RunSettings) -> Iterator[str]:
         f"batch: {algorithm.groups_per_batch} groups x {sampling.num_responses} responses = {rows} trajectories; "
         f"{algorithm.num_epochs} pass(es) in "
         f"{algorithm.num_minibatches} mini-batches of about {math.ceil(rows / algorithm.num_minibatches)}; "
-        f"{settings.run.total_steps * algorithm.num_epochs * algorithm.num_minibatches} optimizer steps in the run"
+        f"{settings.num_policy_updates} optimizer steps of the policy in the run"
     )
     for role, optimizer, num_updates in settings.trained_by:
         if optimizer.warmup_steps >= num_updates > 0:

@@ -31,9 +31,10 @@ from rolecall.rpc.channel import open_channel
 from rolecall.rpc.identity import acting_as
 from rolecall.rpc.listening import require_ports, require_tls, why_not
 from rolecall.rpc.presence import LOOK_S, Ask, health_of, look
-from rolecall.scoring.client import filter_problem, open_client, open_external, taken_problem
+from rolecall.scoring.client import algorithm_problem, open_client, open_external, taken_problem
 from rolecall.settings import (
     AddressSection,
+    AlgorithmSection,
     CustomLoss,
     ExternalScorer,
     FunctionScorer,
@@ -246,7 +247,7 @@ def _named(settings: RunSettings) -> Iterator[_Place]:
             "reward.address",
             address_of_reward,
             reward,
-            partial(_describe_whole, settings.algorithm.filters.component),
+            partial(_describe_whole, settings.algorithm),
             lambda: open_client(settings.reward, address_of_reward, rpc)[1],
         )
         return
@@ -289,10 +290,9 @@ async def _describe(channel: grpc.aio.Channel) -> None:
     await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=LOOK_S)
 
 
-async def _describe_whole(component: str | None, channel: grpc.aio.Channel) -> None:
-    """`component`: what the filters read."""
+async def _describe_whole(algorithm: AlgorithmSection, channel: grpc.aio.Channel) -> None:
     spec = await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=LOOK_S)
-    problem = taken_problem(spec) or filter_problem(component, spec)
+    problem = taken_problem(spec) or algorithm_problem(algorithm, spec)
     if problem:
         raise ConfigError(problem)
 

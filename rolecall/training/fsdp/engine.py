@@ -209,7 +209,7 @@ class FsdpEngine:
                 self._progress.mark()
         return metrics
 
-    def step(self) -> StepOutcome:
+    def step(self, place: int | None = None) -> StepOutcome:
         """TrainingEngine.step. ConfigError on a frozen engine."""
         section = self._options.optimizer
         if self._optimizer is None or section is None:
@@ -219,7 +219,7 @@ class FsdpEngine:
         had_moments = self.num_updates > 0  # else the passes before were measured without them
         scale = self._scale.value if self._scale is not None else 1.0
         norm = gradient_norm(self._model.parameters(), self.layout) / scale
-        rate = learning_rate(section, self.num_updates, self._options.total_steps)
+        rate = learning_rate(section, self.num_updates if place is None else place, self._options.total_steps)
         applied = bool(torch.isfinite(norm))
         again = False
         if applied:

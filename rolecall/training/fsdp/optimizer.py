@@ -8,7 +8,7 @@
 Weight decay on matrices only. Not the learning rate (learning_rate.py) and not clipping, which needs all ranks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,18 +27,17 @@ class Optimizer:
     def __init__(self, model: PackedModel, section: OptimizerSection) -> None:
         """`model` is sharded: what is kept for each parameter is sharded as it is."""
         self._names = {parameter: name for name, parameter in model.hf.named_parameters() if parameter.requires_grad}
-        inner = (
-            {
-                parameter
-                for layer in layers(model)
-                for name, parameter in layer.named_parameters()
-                if parameter.ndim == 2 and not is_of_experts(name)
-            }
+        of_layers = {parameter for layer in layers(model) for parameter in layer.parameters() if parameter.ndim == 2}
+        inner = {
+            parameter
+            for parameter, name in self._names.items()
             if section.kind == "muon"
-            else set()
-        )
+            and parameter in of_layers
+            and _is_matrix(name, parameter)
+            and not is_of_experts(name)
+        }
         matrices = [parameter for parameter in self._names if parameter in inner]
-        rest = [parameter for parameter in self._names if parameter not in inner]
+        rest = {parameter: name for parameter, name in self._names.items() if parameter not in inner}
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
             # Scaled to the size of AdamW's updates (Liu et al. 2025, "Muon is scalable", section 2.2), so that one rate
@@ -96,12 +95,17 @@ class Optimizer:
                     state["step"].fill_(num_updates)
 
 
-def _groups(parameters: Iterable[nn.Parameter], section: OptimizerSection) -> list[dict[str, Any]]:
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether it is a matrix, or several stacked. Stacked biases, as gpt-oss' experts have, are [experts, outputs]."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
+
+
+def _groups(names: Mapping[nn.Parameter, str], section: OptimizerSection) -> list[dict[str, Any]]:
     """Matrices and vectors apart, and those on different meshes, which one fused step cannot take together."""
     groups: dict[tuple[DeviceMesh | None, bool], list[nn.Parameter]] = {}
-    for parameter in parameters:
+    for parameter, name in names.items():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((mesh, parameter.ndim >= 2), []).append(parameter)
+        groups.setdefault((mesh, _is_matrix(name, parameter)), []).append(parameter)
     return [
         {"params": members, "weight_decay": section.weight_decay if is_matrix else 0.0}
         for (_, is_matrix), members in groups.items()

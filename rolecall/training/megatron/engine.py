@@ -201,13 +201,13 @@ class MegatronEngine:
         self._progress.mark()
         return metrics
 
-    def step(self) -> StepOutcome:
+    def step(self, place: int | None = None) -> StepOutcome:
         """TrainingEngine.step. ConfigError on a frozen engine."""
         section = self._options.optimizer
         if self._optimizer is None or section is None:
             raise ConfigError("this engine is frozen; give it an optimizer to train it")
         self.onload()
-        rate = learning_rate(section, self.num_updates, self._options.total_steps)
+        rate = learning_rate(section, self.num_updates if place is None else place, self._options.total_steps)
         with self._memory.phase("optimizer"), self._on_device():
             norm = self._optimizer.step(rate, section.max_grad_norm)
         self._reduced = False

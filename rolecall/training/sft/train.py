@@ -153,7 +153,7 @@ class SftRank:
             self._tell(report, 0, self._evaluate(self._heldout))
         minibatches = self._minibatches.of(map(self._batches.of_step, range(step, self._num_steps)))
         while step < self._num_steps:
-            metrics = self._step(minibatches)
+            metrics = self._step(step, minibatches)
             step += 1
             if self._heldout is not None and self._is_due(step):
                 metrics.merge(self._evaluate(self._heldout))
@@ -180,13 +180,13 @@ class SftRank:
         if report is not None:
             report.log(step, metrics.values())
 
-    def _step(self, minibatches: Iterator[ExampleMinibatch]) -> Metrics:
-        """One update, by the next of `minibatches`; the metrics of all ranks."""
+    def _step(self, step: int, minibatches: Iterator[ExampleMinibatch]) -> Metrics:
+        """The update number `step`, by the next of `minibatches`; the metrics of all ranks."""
         cost = StepCost(self._context)
         made = next(minibatches)
         share = TrainShare([], [made.minibatch], made.num_tokens)
         counter = MicrobatchCounter(Progress(nothing), len(share.microbatches))
-        metrics, _ = optimize(self._context, share, self._loss, 1, counter, "sft", entropy=False)
+        metrics, _ = optimize(self._context, share, self._loss, 1, counter, "sft", place=step, entropy=False)
         cost.add_to(metrics, "sft", share.num_tokens)
         if self._visual_tokens is not None and self._context.group.is_leader:
             metrics.sum("sft/unshown", made.num_unshown)

@@ -68,12 +68,13 @@ def optimize(
     counter: MicrobatchCounter,
     role: str,
     *,
+    place: int,
     entropy: bool = True,
 ) -> tuple[Metrics, int]:
     """Applies every mini-batch of every epoch: gradients, then one optimizer step. Returns this rank's metrics and the
     number of skipped steps. A collective.
 
-    `entropy`: whether the objective reads it.
+    `place`: that of the first update in the learning rate's schedule. `entropy`: whether the objective reads it.
 
     Whatever fails here leaves a step that is partly applied: it ends the role, as a RuntimeError, which is never an
     answer (device_thread.py), or an OutOfMemoryError.
@@ -82,7 +83,8 @@ def optimize(
         metrics, skipped = Metrics(), 0
         for _ in range(num_epochs):
             for minibatch in share.minibatches:
-                part, outcome = _update(context, minibatch, objective(minibatch), counter, entropy)
+                part, outcome = _update(context, minibatch, objective(minibatch), counter, entropy, place)
+                place += 1
                 metrics.merge(part)
                 skipped += not outcome.applied
                 if context.group.is_leader and outcome.applied:
@@ -116,16 +118,16 @@ def per_update(metrics: Metrics, names: tuple[str, ...], num_updates: int) -> Me
 
 
 def _update(
-    context: RankContext, minibatch: Minibatch, loss: Loss, counter: MicrobatchCounter, entropy: bool
+    context: RankContext, minibatch: Minibatch, loss: Loss, counter: MicrobatchCounter, entropy: bool, place: int
 ) -> tuple[Metrics, StepOutcome]:
     """Computed again where the engine says so, of which nothing but the last time is told."""
     engine, microbatches = context.engine, minibatch.microbatches
     with context.recorder.update(len(microbatches)):  # of one pass: a trace has a bounded size
         part = engine.forward_backward(microbatches, _counting(loss, counter), entropy=entropy)
-        outcome = engine.step()
+        outcome = engine.step(place)
     while outcome.again:
         part = engine.forward_backward(microbatches, loss, entropy=entropy)
-        outcome = engine.step()
+        outcome = engine.step(place)
     return part, outcome
 
 

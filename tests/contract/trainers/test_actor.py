@@ -4,6 +4,7 @@ model.
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from rolecall.errors import (
     StaleVersionError,
     StoreRolledBackError,
 )
+from rolecall.settings import RunSettings
 from rolecall.v1 import weights_pb2
 from rolecall.v1.training_pb2 import (
     STATE_PART_GRADIENTS,
@@ -258,3 +260,25 @@ async def test_a_restored_actor_goes_on_as_if_it_had_never_stopped(
         assert values_of(again)[name] == pytest.approx(values_of(expected)[name], rel=1e-5)
     model = Qwen3ForCausalLM.from_pretrained(exported(Path(path)), dtype=torch.float32)
     assert sum(parameter.numel() for parameter in model.parameters()) > 0
+
+
+async def test_the_rate_follows_the_runs_steps_whatever_updates_a_step_had_before(
+    store: StoreUnderTest, make_run: MakeRun, batches: Batches, tmp_path: Path
+) -> None:
+    ctl, path = store.ledger.ctl, str(tmp_path / "checkpoints" / "actor")
+    decaying = {"token_budget": 64, "num_threads": 1, "optimizer": {"learning_rate": 1e-3, "schedule": "linear"}}
+
+    def run(algorithm: dict[str, Any], **more: Any) -> RunSettings:
+        return make_run(algorithm={"groups_per_batch": 4, **algorithm}, actor=decaying, **more)
+
+    async with served_actor(run({"num_minibatches": 4}), store) as (_, actor):
+        first = await train(actor, TrainRequest(ctl=ctl, step=0, digest=batches.sealed(0).digest))
+        batches.commit(first)
+        files = await saved(actor, SaveTrainerCheckpointRequest(ctl=ctl, path=path, step=1))
+    assert values_of(first)["actor/learning_rate"] == pytest.approx(1e-3 * (1 - 1.5 / 40)), "four of forty updates"
+    one = TrainRequest(ctl=ctl, step=1, digest=batches.sealed(1).digest)
+    after_warm_up = run({"advantage": {"kind": "gae"}}, critic={"token_budget": 64, "warmup_steps": 1})
+    for settings, rate in ((run({}), 1e-3 * 9 / 10), (run({"num_epochs": 2}), 1e-3 * 17.5 / 20), (after_warm_up, 1e-3)):
+        async with served_actor(settings, store) as (_, actor):
+            await actor.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=path, files=files), timeout=30)
+            assert values_of(await train(actor, one))["actor/learning_rate"] == pytest.approx(rate)
