@@ -143,8 +143,8 @@ def _valid(kind: type[_Settings], tree: dict[str, Any], path: Path, given: str) 
     except ValidationError as error:
         if kind is RunSettings and _is_of_sft(tree):
             raise ConfigError(
-                f"{path} is the file of `rolecall sft`, which no other command but rewind and export takes; how far "
-                "it is stands in metrics.jsonl and logs/sft.log in its run.dir"
+                f"{path} is the file of `rolecall sft`, which checks it and starts it; no other command but rewind "
+                "and export takes it, and how far it is stands in metrics.jsonl and logs/sft.log in its run.dir"
             ) from error
         if kind is SftSettings and {"algorithm", "reward"} <= tree.keys():
             raise ConfigError(f"{path} is the file of a run; start it with `rolecall train`") from error
