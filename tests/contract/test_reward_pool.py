@@ -68,6 +68,17 @@ async def test_a_hung_function_is_killed_at_its_deadline_and_the_others_are_scor
         "its worker may have been stopped: the engine asks again before it blames the item"
     )
     assert "longer than 2 s" in results[1].error.message
+    assert pool.late == []
+
+
+async def test_a_function_whose_last_items_all_hung_is_named_until_it_scores_one(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=3, timeout_s=1.0, f=BEHAVE, g=BEHAVE)
+    results = await asyncio.wait_for(pool.score("f", items_of(*["hang"] * 3)), 50.0)
+    assert codes(results) == ["TIMEOUT"] * 3
+    assert codes(await pool.score("g", items_of("fine"))) == ["ok"]
+    assert pool.late == ["f"]
+    assert codes(await pool.score("f", items_of("fine"))) == ["ok"]
+    assert pool.late == []
 
 
 async def test_a_function_of_many_is_given_batches(start_pool: StartPool, tmp_path: Path) -> None:
