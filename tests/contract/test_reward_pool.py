@@ -191,6 +191,20 @@ async def test_a_function_may_print_and_read_without_touching_the_protocol(start
     assert codes(await pool.score("f", items_of("print", "read", "print", "fine"))) == ["ok"] * 4
 
 
+async def test_of_what_a_call_prints_the_first_part_alone_reaches_the_log(
+    start_pool: StartPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conf").mkdir(exist_ok=True)
+    (tmp_path / "conf" / "talks.py").write_text(
+        "def talk(item):\n    for _ in range(1000):\n        print(item.response_text * 100)\n    return 1.0\n"
+    )
+    pool = await start_pool(num_workers=1, f=FunctionScorer(target="talks:talk", min=0, max=1))
+    assert codes(await pool.score("f", items_of("x", "y"))) == ["ok"] * 2
+    said = capfd.readouterr().err
+    assert 4000 < said.count("x") == said.count("y") <= 4096
+    assert said.count(f"[{1000 * 101 - 4096:,} more characters were printed]") == 2
+
+
 async def test_functions_run_in_the_folder_where_they_are_found(start_pool: StartPool) -> None:
     pool = await start_pool(num_workers=1, w=FunctionScorer(target="behaviour:where"))
     assert (await pool.score("w", items_of("")))[0].reward.value == 1.0
