@@ -31,7 +31,7 @@ def writing(what: str, path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL:
             raise DiskFullError(
-                f"no space to {what} {path} ({error.strerror}); free some, or keep fewer checkpoints"
+                f"no space to {what} {path} ({error.strerror}); free some, or lower run.keep_checkpoints"
             ) from error
         raise _refused(what, path, error, "make it writable") from error
 

@@ -267,7 +267,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _json_row(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = parse_json(line.decode("utf-8-sig"), partial(_once, where=where))
+        row = parse_json(line.decode("utf-8-sig").rstrip(), partial(_once, where=where))
         if b"\\u" in line:
             json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON and no text
     except json.JSONDecodeError as error:

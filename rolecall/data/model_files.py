@@ -285,12 +285,17 @@ def _text(config: dict[str, Any]) -> dict[str, Any]:
     return dict(config.get("text_config") or config)
 
 
-def _json(path: Path, setting: str = "model.path") -> dict[str, Any]:
-    if not path.parent.is_dir():
+def require_model_folder(path: Path, setting: str = "model.path") -> None:
+    """ConfigError when there is no folder `path`, which `setting` names."""
+    if not path.is_dir():
         raise ConfigError(
-            f"{setting} must be a Hugging Face model directory, and there is no {path.parent}; of a model on the hub, "
-            f"`hf download ORGANISATION/NAME --local-dir {path.parent}` makes one"
+            f"{setting} must be a Hugging Face model directory, and there is no {path}; of a model on the hub, "
+            f"`hf download ORGANISATION/NAME --local-dir {path}` makes one"
         )
+
+
+def _json(path: Path, setting: str = "model.path") -> dict[str, Any]:
+    require_model_folder(path.parent, setting)
     try:
         tree = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

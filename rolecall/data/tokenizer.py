@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.data.json_text import parse_json
+from rolecall.data.model_files import require_model_folder
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import ModelSection
 
@@ -57,6 +58,7 @@ class ChatTokenizer:
         (model.chat_template); `renders`: whether conversations are rendered, which needs a template. ConfigError names
         what it lacks.
         """
+        require_model_folder(path)
         if not (path / TOKENIZER).is_file():
             raise ConfigError(
                 f"model.path {path} has no tokenizer.json; save the tokenizer with save_pretrained, as a fast tokenizer"

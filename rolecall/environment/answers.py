@@ -5,8 +5,11 @@ Pure functions. What is wrong with a reward, rolecall/scoring/description.py say
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from numbers import Real
+
+import numpy as np
 
 from rolecall.data.json_text import parse_json
 from rolecall.environment.env import (
@@ -96,11 +99,12 @@ def ending_of(
 
 
 def reward_of(given: float | Score | None) -> trajectory_pb2.EpisodeReward | None:
-    """The message of a reward; None where none was given."""
+    """The message of a reward; None where none was given. EpisodeLostError when it is no number."""
     if given is None:
         return None
-    score = given if isinstance(given, Score) else Score(float(given))
-    return trajectory_pb2.EpisodeReward(value=score.value, components=score.components, answer=score.answer)
+    score = given if isinstance(given, Score) else Score(given)
+    components = {name: _number(part) for name, part in score.components.items()}
+    return trajectory_pb2.EpisodeReward(value=_number(score.value), components=components, answer=score.answer)
 
 
 def believe_opening(response: environment_pb2.ResetResponse, roles: Sequence[str]) -> None:
@@ -241,22 +245,48 @@ def _call(call: environment_pb2.ToolCall) -> ToolCall:
 def _observations(messages: Messages, roles: Sequence[str]) -> list[environment_pb2.Observation]:
     if isinstance(messages, str):
         messages = Message(roles[0], messages)
-    if isinstance(messages, Message | ImageMessage):
+    if isinstance(messages, Message | ImageMessage) or not isinstance(messages, Iterable):
         messages = [messages]
-    return [environment_pb2.Observation(role=message.role, parts=map(_part, _parts(message))) for message in messages]
+    return [_observation(message) for message in messages]
+
+
+def _observation(message: object) -> environment_pb2.Observation:
+    if not isinstance(message, Message | ImageMessage):
+        raise EpisodeLostError(
+            f"the environment answered a {type(message).__name__} in place of a message; give text, a Message or a "
+            "list of Messages, or these in an Opening (reset) or an Answer (step)"
+        )
+    return environment_pb2.Observation(role=message.role, parts=map(_part, _parts(message)))
 
 
 def _parts(message: Message | ImageMessage) -> Sequence[str | Image]:
     return [message.content] if isinstance(message, Message) else message.parts
 
 
-def _part(part: str | Image) -> environment_pb2.Part:
+def _part(part: object) -> environment_pb2.Part:
     if isinstance(part, str):
         return environment_pb2.Part(text=part)
+    if not isinstance(part, Image):
+        raise EpisodeLostError(
+            f"the environment answered a message that says a {type(part).__name__}; write it as text"
+        )
     return environment_pb2.Part(image=environment_pb2.ImagePart(media_type=part.media_type, data=part.data))
 
 
-def _tool(tool: Tool) -> environment_pb2.Tool:
+def _tool(tool: object) -> environment_pb2.Tool:
+    if not isinstance(tool, Tool):
+        raise EpisodeLostError(
+            f"the environment answered a {type(tool).__name__} in place of a tool; give a "
+            "rolecall.environment.Tool(name, description, input_schema)"
+        )
     return environment_pb2.Tool(
         name=tool.name, description=tool.description, input_schema=json.dumps(tool.input_schema)
     )
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, Real | np.bool_):
+        raise EpisodeLostError(
+            f"the environment gave a {type(value).__name__} as a reward; give a number, or a Score of numbers"
+        )
+    return float(value)

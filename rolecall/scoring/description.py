@@ -131,5 +131,8 @@ def _outside(what: str, value: float, spec: reward_pb2.ComponentSpec) -> str | N
         )
     low, high = _bounds(spec)
     if not low <= value <= high:
-        return f"returned the {what} {value}, outside its declared range [{low}, {high}]"
+        return (
+            f"returned the {what} {value}, outside its declared range [{low}, {high}]; correct it, or the range "
+            "(scorer.min and scorer.max of a function, range of what is served)"
+        )
     return None

@@ -13,6 +13,7 @@ from rolecall.settings.section import (
     NonNegativeInt,
     Section,
     UnitFloat,
+    spelled,
 )
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -55,7 +56,13 @@ def _greedy_or_sampled(temperature: float) -> float:
 class JobSection(Section):
     """The name and the directory of what is run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+    name: Annotated[
+        str,
+        spelled(
+            r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}",
+            "a name of up to 63 letters, digits, dots, underscores and hyphens that begins with a letter or digit",
+        ),
+    ]
     """Name of the run: the key prefix in the store and the name in trackers."""
     dir: ConfigPath
     """Directory of logs, metrics, samples, checkpoints and the embedded store. Must not exist yet, unless resuming."""

@@ -143,16 +143,37 @@ def _valid(kind: type[_Settings], tree: dict[str, Any], path: Path, given: str) 
     except ValidationError as error:
         if kind is RunSettings and _is_of_sft(tree):
             raise ConfigError(
-                f"{path} is the file of `rolecall sft`, which no other command but rewind and export takes; how far "
-                "it is stands in metrics.jsonl and logs/sft.log in its run.dir"
+                f"{path} is the file of `rolecall sft`, which checks it and starts it; no other command but rewind "
+                "and export takes it, and how far it is stands in metrics.jsonl and logs/sft.log in its run.dir"
             ) from error
         if kind is SftSettings and {"algorithm", "reward"} <= tree.keys():
             raise ConfigError(f"{path} is the file of a run; start it with `rolecall train`") from error
         lines = [
-            f"  {'.'.join(str(part) for part in item['loc']) or 'configuration'}: {_said(kind, item)}"
+            f"  {_as_written(kind, item['loc']) or 'configuration'}: {_said(kind, item)}"
             for item in error.errors(include_url=False)
         ]
         raise ConfigError(f"{path}{given} is not a valid configuration:\n" + "\n".join(lines)) from error
+
+
+def _as_written(kind: type[Section], location: Sequence[int | str]) -> str:
+    """The setting at `location` as a file has it: without the `kind` by which one of several sections is chosen."""
+    parts = [str(part) for part in location]
+    return ".".join(part for place, part in enumerate(parts) if not _is_kind(kind, parts[:place], part))
+
+
+def _is_kind(kind: type[BaseModel], parents: Sequence[str], name: str) -> bool:
+    """Whether `name`, below `parents`, is the `kind` of a section rather than a field or a key of a mapping."""
+    sections = _sections_at(kind, parents)
+    return not any(name in section.model_fields for section in sections) and name in _kinds(sections)
+
+
+def _kinds(sections: Sequence[type[BaseModel]]) -> set[str]:
+    return {
+        name
+        for section in sections
+        if "kind" in section.model_fields
+        for name in get_args(section.model_fields["kind"].annotation)
+    }
 
 
 def _said(kind: type[Section], item: ErrorDetails) -> str:

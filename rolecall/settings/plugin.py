@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
-from rolecall.settings.section import Section, absolute
+from rolecall.settings.section import Section, absolute, spelled
 
 
 def _in_its_folder(value: object, info: Any) -> object:
@@ -16,7 +16,11 @@ def _in_its_folder(value: object, info: Any) -> object:
     return f"{absolute(f'{folder}/' if value.startswith('/') else folder, info)}/{name}"
 
 
-FunctionName: TypeAlias = Annotated[str, Field(pattern=r"^(.*/)?[\w.]+:\w+$"), BeforeValidator(_in_its_folder)]
+FunctionName: TypeAlias = Annotated[
+    str,
+    spelled(r"(.*/)?[\w.]+:\w+", "module:function or folder/module:function, as in mine:row"),
+    BeforeValidator(_in_its_folder),
+]
 """`module:function` or `folder/module:function`."""
 
 

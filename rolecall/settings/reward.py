@@ -34,6 +34,7 @@ from rolecall.settings.section import (
     address_of,
     holds,
     problems_of,
+    spelled,
     url_of,
 )
 
@@ -113,7 +114,7 @@ class FunctionScorer(Section):
 
     kind: Literal["function", "environment"] = "function"
     """The scorer that this section chooses."""
-    target: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    target: Annotated[str, spelled(r"[\w.]+:\w+", "module:function, as in my_rewards:words")] | None = None
     """`module:function`, importable where the reward service runs; `reward.search_path` is on its path."""
     options: dict[str, Any] = {}
     """Keyword arguments of every call of the target."""

@@ -67,6 +67,17 @@ def absolute(value: object, info: Any) -> object:
     return path
 
 
+def spelled(pattern: str, how: str) -> AfterValidator:
+    """A check that all of a text matches `pattern`, which people are told in the words of `how`."""
+
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ValueError(f"{text!r} is not {how}")
+        return text
+
+    return AfterValidator(check)
+
+
 ConfigPath: TypeAlias = Annotated[Path, BeforeValidator(absolute)]
 """A path; relative ones are taken from the configuration file's folder."""
 

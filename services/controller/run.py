@@ -32,6 +32,7 @@ from rolecall.v1 import controller_pb2, reference_pb2, training_pb2
 from rolecall.v1.rollout_pb2_grpc import RolloutServiceStub
 from services.controller.durable.recovery import Recovery
 from services.controller.groups.failures import RecoveryBudget, starts_over
+from services.controller.groups.prompts import Cursor
 from services.controller.loop import Loop
 from services.controller.step.trainers import TrainerStub
 from services.controller.tasks import FirstErrorGroup
@@ -258,7 +259,8 @@ class ControllerRun:
             return False
         try:
             if name == "store":
-                await self._threads.call(self._ledger.position)
+                position = await self._threads.call(self._ledger.position)
+                Cursor.decode(position.cursor).within(self._parts.raw_prompts)  # seen before any model has loaded
             elif name == CHECKPOINTS:
                 await self._threads.call(self._parts.checkpoints.latest)
             elif name == "rollouts":

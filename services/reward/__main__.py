@@ -50,8 +50,13 @@ async def serve_reward(args: ServiceArgs) -> None:
     def on_score() -> None:
         if membership is not None:
             membership.progress()
-            membership.phase = dispatcher.trouble or SERVING
 
+    async def tell(joined: Membership) -> None:
+        while True:  # also while no call is answered
+            joined.phase = dispatcher.trouble or SERVING
+            await asyncio.sleep(settings.controller.heartbeat_s)
+
+    telling: asyncio.Task[None] | None = None
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, RewardServicer(dispatcher, on_score), SERVICE_NAME)
     try:
         address = await server.start()
@@ -62,7 +67,7 @@ async def serve_reward(args: ServiceArgs) -> None:
                 settings, controller_pb2.ROLE_REWARD, args.worker, args.incarnation, settings.reward.address or address
             )
             membership.start()
-            membership.phase = SERVING
+            telling = asyncio.create_task(tell(membership))
             failed = membership.failed
         await server.set_serving(True)
         logger.info("reward serves %s on %s", ", ".join(reward.components), address)
@@ -70,6 +75,8 @@ async def serve_reward(args: ServiceArgs) -> None:
         if membership is not None:
             await membership.leave()
     finally:
+        if telling is not None:
+            telling.cancel()
         if membership is not None:
             membership.stop()
         await server.drain(0.0)  # nothing is left to drain after `serve`; a failed start has not been there

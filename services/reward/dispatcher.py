@@ -94,7 +94,7 @@ class Dispatcher:
         self._settings = settings
         local, components = settings.local, settings.components
         self._shadows = settings.shadows
-        timeouts_s = {name: components[name].timeout_s for name in local}
+        self._timeouts_s = timeouts_s = {name: components[name].timeout_s for name in local}
         environment = scorer_environment(settings.environment)
         self._pool = (
             WorkerPool(local, timeouts_s, settings.num_workers, settings.search_path, environment) if local else None
@@ -223,13 +223,17 @@ class Dispatcher:
 
     @property
     def trouble(self) -> str:
-        """The external scorers that give no scores at present, and where they are; empty when all do."""
-        silent = [name for name, client in self._external.items() if client.trouble]
-        return (
-            f"no scores from {', '.join(f'{name} at {self._settings.external[name].address}' for name in silent)}"
-            if silent
-            else ""
-        )
+        """The scorers that give no scores at present: external ones, and where they are, and those whose last items all
+        took too long; empty when all do.
+        """
+        silent = [
+            f"{name} at {self._settings.external[name].address}"
+            for name, client in self._external.items()
+            if client.trouble
+        ]
+        late = self._pool.late if self._pool is not None else []
+        silent += [f"{name}, which takes longer than its timeout_s {self._timeouts_s[name]:g} s" for name in late]
+        return f"no scores from {', '.join(silent)}" if silent else ""
 
     async def close(self) -> None:
         """Kills the workers and closes the connections."""

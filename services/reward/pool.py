@@ -14,7 +14,7 @@ waits is bounded by its call, whose callers may have left (underway.py): a cance
 import asyncio
 import json
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,6 +41,8 @@ MAX_CANCELLED = 5
 """Late items after which a worker that awaits is replaced. Each may have left a thread hanging that a blocking call was
 given to, which cancels nothing; asyncio has at least as many for a process (cores + 4), and then none for anybody.
 """
+MIN_LATE = 3
+"""Items in a row that were stopped at their deadline, from which on their component is told to hang."""
 MAX_QUEUED_TASKS = 65536
 MAX_TASKS = 64
 START_TIMEOUT_S = 120.0
@@ -107,6 +109,8 @@ class Queue:
     condition: threading.Condition = field(default_factory=threading.Condition)
     tasks: deque[Task] = field(default_factory=deque)
     closed: bool = False
+    num_late: Counter[int] = field(default_factory=Counter)
+    """The last tasks in a row that were stopped at their deadline, by component."""
 
 
 class WorkerPool:
@@ -160,6 +164,11 @@ class WorkerPool:
         """Whether items of it are scored together only because that is faster. Known once it has started."""
         scorer = self._scorers[component]
         return component in self._awaited or (isinstance(scorer, FunctionScorer) and scorer.scope == "batch")
+
+    @property
+    def late(self) -> list[str]:
+        """The components whose last items, MIN_LATE or more, were all stopped at their deadline."""
+        return [name for name, index in self._indices.items() if self._queue.num_late[index] >= MIN_LATE]
 
     def close(self) -> None:
         """Kills the workers and fails what waits. Returns when every process is reaped."""
@@ -300,11 +309,17 @@ class WorkerThread:
         sent = [(task.component, payload, task.timeout_s) for task, payload in zip(tasks, payloads, strict=True)]
         try:
             for results in worker.score(sent):
-                self._num_cancelled += sum(result.error.code == TIMEOUT for result in results)
+                num_late = sum(result.error.code == TIMEOUT for result in results)
+                self._num_cancelled += num_late
                 task = tasks.popleft()
                 with self._queue.condition:
+                    self._queue.num_late[task.component] += num_late
+                    if num_late < len(results):
+                        del self._queue.num_late[task.component]
                     task.finish(results)
         except DeadlineError:
+            with self._queue.condition:
+                self._queue.num_late[tasks[0].component] += 1
             self._is_to_blame(tasks, TIMEOUT, f"the scorer took longer than {tasks[0].timeout_s:g} s and was stopped")
         except CpuSpentError:
             self._fail([tasks.popleft()], CPU_SPENT, "the item took all its CPU time", retryable=False)

@@ -7,6 +7,7 @@ between items; dies with its parent.
 """
 
 import asyncio
+import io
 import logging
 import os
 import sys
@@ -23,6 +24,8 @@ from services.reward.catalog import Bound, LocalScorer, bind_many, describe
 from services.reward.frames import FrameBuffer, WorkerReady, frame
 
 READ_BYTES = 1 << 16
+MAX_PRINTED_CHARS = 4096
+"""Characters that reach the log of what one call of a scorer prints."""
 
 
 class WorkerSetup(Section):
@@ -36,11 +39,33 @@ class WorkerSetup(Section):
     """Folder in which users' modules are found first, and in which they run."""
 
 
+class Printed(io.TextIOWrapper):
+    """A stdout for users' functions, which may print something for each response: all of it would fill a disk."""
+
+    num_chars = 0
+    """Characters that the present call has printed."""
+
+    def write(self, text: str) -> int:
+        """Passes on what the call may still print."""
+        super().write(text[: max(0, MAX_PRINTED_CHARS - self.num_chars)])
+        self.num_chars += len(text)
+        return len(text)
+
+    def end_call(self) -> None:
+        """Tells how much was left out, and begins anew."""
+        if (num_left_out := self.num_chars - MAX_PRINTED_CHARS) > 0:
+            super().write(f"\n[{num_left_out:,} more characters were printed]\n")
+        self.num_chars = 0
+        self.flush()
+
+
 def main() -> int:
     """Serves frames until stdin closes. Exit code 0."""
     die_with_parent(int(sys.argv[1]))
     logging.basicConfig(format="reward worker %(process)d: %(message)s", level=logging.INFO)
     requests, answers = _take_pipes()
+    stdout = io.BufferedWriter(io.FileIO(1, "w", closefd=False))
+    sys.stdout = printed = Printed(stdout, "utf-8", "backslashreplace", line_buffering=True)
     buffer = FrameBuffer()
     scorers: list[Bound] = []
     ready = False
@@ -52,6 +77,7 @@ def main() -> int:
                     scorers, ready = _set_up(payload, answers, runner), True
                     continue
                 results = scorers[component].score(reward_pb2.ScoreRequest.FromString(payload).items)
+                printed.end_call()
                 _write(answers, frame(reward_pb2.ScoreResponse(results=results).SerializeToString()))
     return 0
 

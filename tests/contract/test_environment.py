@@ -227,6 +227,49 @@ async def test_an_environment_that_cannot_be_changed_is_played_in_where_no_image
         assert said(await client.stub.Reset(reset())) == "well?"
 
 
+TEXT: Any = "1.0"
+DICTS: Any = [{"name": "weather"}]
+NUMBER: Any = 391
+
+
+class Anything(Env):
+    """An environment that answers whatever it was made with."""
+
+    def __init__(self, opening: Any, answer: Any) -> None:
+        self.opening, self.answer = opening, answer
+
+    def reset(self, task: Task, seed: int) -> Any:
+        return self.opening
+
+    def step(self, action: Action) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("opening", "answer", "message"),
+    [
+        (None, "", "answered a NoneType in place of a message; give text"),
+        ({"role": "user"}, "", "answered a str in place of a message"),
+        ([{"role": "user", "content": "Go."}], "", "answered a dict in place of a message"),
+        (Opening("Go.", DICTS), "", r"answered a dict in place of a tool; give a .*Tool\(name"),
+        ("Go.", None, "answered a NoneType in place of a message"),
+        ("Go.", ("well?", 1.0, True, {}), "answered a str in place of a message"),
+        ("Go.", Answer(Message("user", NUMBER)), "a message that says a int; write it as text"),
+        ("Go.", Answer(reward=TEXT, is_over=True), "gave a str as a reward; give a number"),
+        ("Go.", Answer(reward=Score(1.0, {"speed": TEXT}), is_over=True), "gave a str as a reward"),
+    ],
+)
+async def test_an_answer_of_a_wrong_type_is_told_with_what_to_give(opening: Any, answer: Any, message: str) -> None:
+    async with environment(lambda: Anything(opening, answer)) as (address, _), client_of(address) as client:
+
+        async def play() -> None:
+            await client.stub.Reset(reset())
+            await client.stub.Step(step(1, "a"))
+
+        with pytest.raises(EpisodeLostError, match=message):
+            await play()
+
+
 async def test_an_environment_that_cannot_boot_keeps_no_place() -> None:
     async with environment() as (address, sessions), client_of(address) as client:
         for _ in range(2):

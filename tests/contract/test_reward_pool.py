@@ -68,6 +68,17 @@ async def test_a_hung_function_is_killed_at_its_deadline_and_the_others_are_scor
         "its worker may have been stopped: the engine asks again before it blames the item"
     )
     assert "longer than 2 s" in results[1].error.message
+    assert pool.late == []
+
+
+async def test_a_function_whose_last_items_all_hung_is_named_until_it_scores_one(start_pool: StartPool) -> None:
+    pool = await start_pool(num_workers=3, timeout_s=1.0, f=BEHAVE, g=BEHAVE)
+    results = await asyncio.wait_for(pool.score("f", items_of(*["hang"] * 3)), 50.0)
+    assert codes(results) == ["TIMEOUT"] * 3
+    assert codes(await pool.score("g", items_of("fine"))) == ["ok"]
+    assert pool.late == ["f"]
+    assert codes(await pool.score("f", items_of("fine"))) == ["ok"]
+    assert pool.late == []
 
 
 async def test_a_function_of_many_is_given_batches(start_pool: StartPool, tmp_path: Path) -> None:
@@ -178,6 +189,20 @@ async def test_what_a_function_does_wrong_is_an_error_never_a_number(
 async def test_a_function_may_print_and_read_without_touching_the_protocol(start_pool: StartPool) -> None:
     pool = await start_pool(num_workers=1, f=BEHAVE)
     assert codes(await pool.score("f", items_of("print", "read", "print", "fine"))) == ["ok"] * 4
+
+
+async def test_of_what_a_call_prints_the_first_part_alone_reaches_the_log(
+    start_pool: StartPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conf").mkdir(exist_ok=True)
+    (tmp_path / "conf" / "talks.py").write_text(
+        "def talk(item):\n    for _ in range(1000):\n        print(item.response_text * 100)\n    return 1.0\n"
+    )
+    pool = await start_pool(num_workers=1, f=FunctionScorer(target="talks:talk", min=0, max=1))
+    assert codes(await pool.score("f", items_of("x", "y"))) == ["ok"] * 2
+    said = capfd.readouterr().err
+    assert 4000 < said.count("x") == said.count("y") <= 4096
+    assert said.count(f"[{1000 * 101 - 4096:,} more characters were printed]") == 2
 
 
 async def test_functions_run_in_the_folder_where_they_are_found(start_pool: StartPool) -> None:

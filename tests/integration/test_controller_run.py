@@ -577,6 +577,21 @@ async def test_a_loop_that_is_abandoned_while_it_renders_loses_no_prompt(light_r
     assert balance(run) == (12, 12, 0, 0)
 
 
+async def test_other_prompts_are_refused_before_any_role_is_waited_for(light_run: LightRun, tmp_path: Path) -> None:
+    train, edited = tmp_path / "train.jsonl", tmp_path / "edited"
+    train.write_text("".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(30)))
+    leaves_out = f"fields['prompt'] == 'number 7' and Path({str(edited)!r}).exists()"
+    source = f"from pathlib import Path\n\ndef row(fields):\n    return None if {leaves_out} else fields\n"
+    (tmp_path / "rows_of_a_run.py").write_text(source)
+    own = {"train": str(train), "preprocess": {"function": f"{tmp_path}/rows_of_a_run:row"}}
+    async with light_run(data=own, run={"num_steps": 1}) as run:
+        await run.to_the_end("rollout-0")
+        edited.touch()
+        async with run.controller() as life:
+            with pytest.raises(ConfigError, match=r"data\.preprocess: it gives other prompts \(29 now\)"):
+                await life.ends()
+
+
 async def test_prompts_that_are_passed_over_for_longer_than_the_stall_timeout_end_no_run(
     light_run: LightRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

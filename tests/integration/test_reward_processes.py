@@ -211,6 +211,23 @@ async def test_the_service_says_which_scorer_gives_no_scores_in_place_of_serving
                 await heard("serving")
 
 
+async def test_the_service_says_which_function_hangs_while_no_call_is_answered(
+    start: StartProcess, tmp_path: Path
+) -> None:
+    controller = peer.Peer()
+    (tmp_path / "slow.py").write_text("import time\n\n\ndef score(item):\n    time.sleep(100)\n")
+    slow = {"scorer": {"kind": "function", "target": "slow:score"}, "timeout_s": 0.5, "max_attempts": 50}
+    async with peer.serving(controller) as (_, controller_address):
+        path = write_run(tmp_path, {"components": {"slow": slow}}, controller={"address": controller_address})
+        address = await start("-m", "services.reward", str(path)).address()
+        async with client_of(address, timeout_s=100.0) as client:
+            scoring = asyncio.create_task(client.score(items_of("a")))
+            said = "no scores from slow, which takes longer than its timeout_s 0.5 s"
+            await until(lambda: controller.beats and controller.beats[-1].phase == said)
+            assert not scoring.done()
+            scoring.cancel()
+
+
 async def test_scores_go_on_when_workers_are_killed_at_any_instant(start: StartProcess, tmp_path: Path) -> None:
     path = write_run(tmp_path, {"components": {"correct": {"scorer": {"kind": "exact_match"}, "max_attempts": 5}}})
     service = start("-m", "services.reward", str(path))

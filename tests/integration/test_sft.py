@@ -106,7 +106,7 @@ def test_it_says_what_it_does_and_how_to_go_on(whole: tuple[Path, str]) -> None:
     config, said = whole
     phases = [line.removeprefix("starting  ").split()[0] for line in said.splitlines() if line.startswith("starting")]
     assert phases == ["checking", "the", "tokenizing", "loading"]
-    assert "28 examples, 1 refused (longer than data.max_tokens), 12 steps of 4 an epoch" in said
+    assert "28 examples, 1 refused (longer than data.max_tokens), 12 steps, 4 an epoch, from step 0\n" in said
     assert f"rolecall export {config.parent / 'run'} MODEL" in said
     assert metrics_of(config, "data/too_long") == {0: 1.0}
     newest = RunCheckpoints(open_storage(str(config.parent / "run" / "checkpoints")), 2).latest()

@@ -281,7 +281,9 @@ def test_a_read_that_does_not_return_is_told_and_not_waited_for_for_ever(
     assert "wide.png is being read for 1 s" in caplog.text
 
 
-def test_a_checkpoint_names_the_image_that_is_another_than_it_was(paths: dict[str, Path], tmp_path: Path) -> None:
+def test_a_checkpoint_names_the_image_that_is_another_or_what_else_makes_other_tokens(
+    paths: dict[str, Path], tmp_path: Path
+) -> None:
     path, train = paths["qwen3_vl"], write_examples(tmp_path)
     run = SftRunSection(name="warm", dir=tmp_path / "run", num_steps=1)
     context = context_of(make_engine(path))
@@ -290,6 +292,11 @@ def test_a_checkpoint_names_the_image_that_is_another_than_it_was(paths: dict[st
     checkpoints.save(1)
     checkpoints.wait_until_written()
     assert SftCheckpoints(run, context, examples_of(path, train)).restore() == 1
+    written = train.read_text()
+    train.write_text(written.replace('"none"', '"nothing"'))
+    with pytest.raises(CheckpointMismatchError, match=r"other tokens; .* tokenizer and function of data\.preprocess"):
+        SftCheckpoints(run, context, examples_of(path, train)).restore()
+    train.write_text(written)
     (tmp_path / "square.png").write_bytes(SQUARE + b"x")
     with pytest.raises(CheckpointMismatchError, match=r"files of 1 images, the first \S+square\.png; put them"):
         SftCheckpoints(run, context, examples_of(path, train)).restore()

@@ -42,7 +42,7 @@ def test_what_would_have_no_effect_is_refused(config: Path, algorithm: str, comp
         ("correction=off", r"algorithm\.correction: a section is wanted"),
         (
             "policy_loss={kind: ppo, aggregation: token_mean}",
-            r"algorithm\.policy_loss\.ppo\.aggregation: there is no such setting",
+            r"algorithm\.policy_loss\.aggregation: there is no such setting",
         ),
     ],
 )

@@ -210,7 +210,7 @@ def test_a_file_that_says_two_things_or_none_is_refused(tmp_path: Path, added: b
         ),
         (
             "algorithm.advantage={kind: gae, lamda: 0.9}",
-            "algorithm.advantage.gae.lamda: there is no such setting (did you mean 'gae_lambda'?)",
+            "algorithm.advantage.lamda: there is no such setting (did you mean 'gae_lambda'?)",
         ),
         (
             "references={ref: {adress: 'h:1'}}",
@@ -218,12 +218,31 @@ def test_a_file_that_says_two_things_or_none_is_refused(tmp_path: Path, added: b
         ),
         (
             "reward.components={c: {scorer: {kind: function, targt: 'm:f'}}}",
-            "c.scorer.function.targt: there is no such setting (did you mean 'target'?)",
+            "c.scorer.targt: there is no such setting (did you mean 'target'?)",
         ),
         ("run.xyzzy=1", "run.xyzzy: there is no such setting; correct or remove it"),
+        ("reward.components={math: {scorr: 1}}", "reward.components.math.scorr: there is no such setting (did you"),
     ],
 )
 def test_a_setting_that_does_not_exist_is_told_with_the_nearest_one(tmp_path: Path, override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_settings(write_light_config(tmp_path), [override])
+    assert said in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "reward.components={c: {scorer: {kind: function, target: mine.score}}}",
+            "c.scorer.target: 'mine.score' is not module:function, as in my_rewards:words",
+        ),
+        ("data.preprocess={function: mine.py}", "data.preprocess.function: '"),
+        ("data.preprocess={function: mine.py}", "mine.py' is not module:function or folder/module:function"),
+        ("run.name=my run", "run.name: 'my run' is not a name of up to 63 letters, digits"),
+    ],
+)
+def test_a_text_of_another_form_is_told_with_the_form(tmp_path: Path, override: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_settings(write_light_config(tmp_path), [override])
     assert said in refused.value.message

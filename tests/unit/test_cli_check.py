@@ -351,6 +351,14 @@ def test_prompts_are_told_as_a_users_function_gives_them(config: Path) -> None:
     assert (code, "has no function 'nothing'" in text) == (2, True), text
 
 
+def test_a_field_of_ground_truths_that_no_row_has_is_seen_where_a_function_scores(config: Path) -> None:
+    (config.parent / "scores.py").write_text("def score(item):\n    return 0.0\n")
+    scored = "reward.components={own: {scorer: {kind: function, target: 'scores:score'}}}"
+    for field, told in (("ground_truth", "with the ground truth '4'\n"), ("answer", "with no ground truth\n")):
+        code, text = findings(load_settings(config, [scored, f"data.ground_truth_field={field}"]))
+        assert (code, told in text) == (0, True), text
+
+
 def test_an_evaluation_beside_the_steps_is_said(config: Path) -> None:
     (config.parent / "held.jsonl").write_text('{"prompt": "1 + 1", "ground_truth": "2"}\n')
     held = "sets: {held: {path: held.jsonl}}"
@@ -365,7 +373,7 @@ def test_a_chat_template_of_the_run_s_own_is_rendered_and_told(config: Path) -> 
     code, text = findings(load_settings(config, ["model.chat_template=own.jinja"]))
     assert code == 0, text
     assert f"chat template: model.chat_template {own}, in place of the tokenizer's own; checkpoints hold it\n" in text
-    assert "tokens as rendered: '3 + 3!'" in text
+    assert "tokens as rendered: '3 + 3!', with the ground truth '" in text
     (config.parent / "model" / "chat_template.jinja").unlink()
     code, text = findings(load_settings(config, ["model.chat_template=own.jinja"]))
     assert code == 0, text

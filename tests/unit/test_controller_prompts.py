@@ -58,6 +58,7 @@ def write(path: Path, *rows: object) -> Path:
             "line 2: not JSON (Expecting property name enclosed in double quotes at column 2); one JSON object a "
             "line is needed",
         ),
+        ('{"prompt": "hi"', "line 2: not JSON (Expecting ',' delimiter at column 16); one JSON"),
         (b'{"prompt": "\xff"}', "line 2: not UTF-8 text"),
         (b'{"prompt": "\\ud800"}', "line 2: not UTF-8 text"),
         ("[1]", "line 2: a list, not an object with fields; write {...} with the prompt in a field"),

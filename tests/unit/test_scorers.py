@@ -288,7 +288,7 @@ def test_a_function_that_is_not_there_is_a_configuration_error() -> None:
     ("section", "message"),
     [
         ({"kind": "regex", "pattern": "("}, "not a Python regular expression"),
-        ({"kind": "function", "target": "no_colon"}, "String should match pattern"),
+        ({"kind": "function", "target": "no_colon"}, "'no_colon' is not module:function"),
     ],
 )
 def test_a_scorer_that_cannot_work_is_refused_with_the_configuration(section: dict[str, object], message: str) -> None:

@@ -13,16 +13,29 @@ from rolecall.trackers import End
 from rolecall.training.sft.report import SftReport
 
 
-def test_a_training_outlives_a_reader_that_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run").mkdir()
-    settings = SftSettings.model_validate(
+def settings_in(folder: Path) -> SftSettings:
+    (folder / "run").mkdir()
+    return SftSettings.model_validate(
         {
-            "run": {"name": "test", "dir": tmp_path / "run", "num_steps": 2},
-            "model": {"path": tmp_path},
-            "data": {"train": tmp_path / "train.jsonl", "batch_size": 1},
+            "run": {"name": "test", "dir": folder / "run", "num_steps": 2},
+            "model": {"path": folder},
+            "data": {"train": folder / "train.jsonl", "batch_size": 1},
             "trackers": {"tensorboard": False},
         }
     )
+
+
+def test_a_training_without_a_step_left_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = settings_in(tmp_path)
+    for step, told in ((1, "from step 1\n"), (3, "from step 3, which is all; a larger run.num_steps goes on\n")):
+        report = SftReport(settings, 2, 2)
+        report.begin(step, TokenizedExamples((), 0, ""))
+        report.close(End.DONE)
+        assert told in capsys.readouterr().out
+
+
+def test_a_training_outlives_a_reader_that_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_in(tmp_path)
     read, write = os.pipe()
     stream = io.TextIOWrapper(io.BufferedWriter(io.FileIO(write, "w")))
     monkeypatch.setattr(sys, "stdout", stream)

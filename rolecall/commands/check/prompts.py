@@ -22,6 +22,8 @@ from rolecall.terminal import did_you_mean
 
 _MAX_MEASURED_PROMPTS = 2000
 """Prompts of a file that are rendered and counted; the controller looks at every one when its turn comes."""
+_MAX_TRUTH_CHARS = 200
+"""Characters of the first prompt's ground truth that are shown."""
 _NAMED_SOURCES = 8
 """Sources of a held-out set that are named, the most frequent."""
 _NAMED_VALUES, _COMPARED_VALUES = 8, 1000
@@ -187,7 +189,8 @@ def _measured(
     if first is None:
         raise ConfigError(f"{setting}: none of the {len(unshown)} prompts of {names} can be shown; {unshown[0]}")
     too_long = sum(length > bound for length in lengths)
-    yield f"  the first is {lengths[0]} tokens as rendered: {tokenizer.render(first.chat)!r}"
+    truth = f"the ground truth {first.ground_truth[:_MAX_TRUTH_CHARS]!r}" if first.ground_truth else "no ground truth"
+    yield f"  the first is {lengths[0]} tokens as rendered: {tokenizer.render(first.chat)!r}, with {truth}"
     yield (
         f"  of the first {len(lengths)}, the longest has {max(lengths)} tokens; {too_long} exceed "
         f"data.max_prompt_tokens {bound} and will be left out"

@@ -59,8 +59,8 @@ class SftCheckpoints:
                 f"{found.storage.url} was made with other files of {len(changed)} images, the first {changed[0]}; put "
                 "them back, or start anew"
                 if changed
-                else f"{found.storage.url} was made with examples of other tokens; resume with the same data, images "
-                "and tokenizer, or start anew"
+                else f"{found.storage.url} was made with examples of other tokens; resume with the same data, images, "
+                "tokenizer and function of data.preprocess, or start anew"
             )
         storage, files = found.share(ROLE)
         mine = files[group.rank :: group.world_size]

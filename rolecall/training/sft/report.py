@@ -35,9 +35,10 @@ class SftReport:
         num_examples, num_too_long, num_unshown = len(examples.rows), examples.num_too_long, len(examples.unshown)
         refused = f", {num_too_long} refused (longer than data.max_tokens)" if num_too_long else ""
         refused += f", {num_unshown} left out (images that cannot be shown)" if num_unshown else ""
+        done = ", which is all; a larger run.num_steps goes on" if step >= self._num_steps else ""
         say(
-            f"{num_examples} examples{refused}, {self._num_steps} steps of {self._num_per_epoch} an epoch, from "
-            f"step {step}\n"
+            f"{num_examples} examples{refused}, {self._num_steps} steps, {self._num_per_epoch} an epoch, from "
+            f"step {step}{done}\n"
         )
         values = {"data/examples": num_examples, "data/too_long": num_too_long, "data/unshown": num_unshown}
         self._trackers.log(step, values)

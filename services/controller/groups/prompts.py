@@ -81,6 +81,18 @@ class Cursor:
         """Returns what `encode` wrote; empty bytes are the start."""
         return cls(*json.loads(data)) if data else cls()
 
+    def within(self, prompts: Sequence[RawPrompt]) -> "Cursor":
+        """Returns the place with the digest of `prompts`. ConfigError when it is one in other prompts."""
+        digest = hashlib.sha256("\n".join(raw.uid for raw in prompts).encode()).hexdigest()[:16]
+        if self.index > len(prompts) or self.prompts not in ("", digest):
+            raise ConfigError(
+                f"data.preprocess: it gives other prompts ({len(prompts)} now), or others first, than those in which "
+                f"the run has its place, number {self.index} of epoch {self.epoch}; put the function back as it was "
+                "(uids, too, must be the same each time), or start another run with another run.dir and run.name "
+                "(rolecall export makes a model of this one's checkpoint)"
+            )
+        return replace(self, prompts=digest)
+
 
 def digests(files: Sequence[bytes]) -> list[bytes]:
     """Returns what a checkpoint notes of a prompt's images, in the place of their files."""
@@ -109,21 +121,13 @@ class PromptSequence:
         """Goes on from `cursor`, with the success rates by prompt uid that a curriculum goes by. ConfigError when the
         cursor is a place in other prompts.
         """
-        digest = hashlib.sha256("\n".join(raw.uid for raw in prompts).encode()).hexdigest()[:16]
-        if cursor.index > len(prompts) or cursor.prompts not in ("", digest):
-            raise ConfigError(
-                f"data.preprocess: it gives other prompts ({len(prompts)} now), or others first, than those in which "
-                f"the run has its place, number {cursor.index} of epoch {cursor.epoch}; put the function back as it "
-                "was (uids, too, must be the same each time), or start another run with another run.dir and run.name "
-                "(rolecall export makes a model of this one's checkpoint)"
-            )
         self._prompts = prompts
         self._renderer = renderer
         self._seed = seed
         self._shuffle = shuffle
         self._curriculum = curriculum
         self._rates = dict(rates or {})
-        self.cursor = replace(cursor, prompts=digest)
+        self.cursor = cursor.within(prompts)
         self._order = self._order_of(cursor.epoch)
         self._num_passed = 0
         """Places looked at since the last prompt."""
