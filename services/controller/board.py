@@ -44,6 +44,8 @@ class RunBoard:
     def __init__(self) -> None:
         self.state: controller_pb2.RunState.ValueType = controller_pb2.RUN_STATE_STARTING
         self.step = 0
+        self.told_step = 0
+        """Steps whose numbers this process has given the trackers."""
         self.published_step = -1
         """Steps behind the weights that the fleet holds; -1 before the first publish."""
         self.policy_version = -1
@@ -86,7 +88,7 @@ class RunBoard:
 
     def begin(self, step: int) -> None:
         """A life of the loop begins after `step` steps."""
-        self.step = step
+        self.step, self.told_step = step, min(self.told_step, step)
         self._changed.set()
 
     def published(self, step: int, policy_version: int) -> None:

@@ -129,6 +129,9 @@ class Loop:
         """Takes over people's wish for a pause, and publishes unless the fleet holds the weights of this step."""
         parts, position = self._parts, self._recovered.position
         parts.board.begin(self._step)
+        for step, metrics in self._recovered.untold.items():
+            if step > parts.board.told_step:
+                self._reports.begin(step, metrics, ())
         if parts.board.steered:  # perhaps before this process held the run
             await parts.threads.call(parts.ledger.pause, parts.board.paused)
         elif position.paused:
@@ -253,9 +256,9 @@ class Loop:
         self._at("trained")
         clock.lap("train")
         self._state = self._state.after(self._settings.algorithm, step.batch, results)
-        await parts.threads.call(
-            parts.ledger.commit_step, self._step, results, self._state.encode(self._settings.algorithm)
-        )
+        self._count_what_came_in()
+        carried, numbers = self._state.encode(self._settings.algorithm), self._step_metrics.to_proto()
+        await parts.threads.call(parts.ledger.commit_step, self._step, results, carried, numbers)
         self._at("step is committed")
         self._assembly.trained(step.batch.gids)
         self._intake.retain(batch_bytes(self._settings, step.batch, parts.prompt_bytes))
@@ -271,8 +274,10 @@ class Loop:
             clock.lap("report")
         finally:  # the step counts, whatever becomes of its weights; nothing here may wait or raise
             self._step_metrics.merge(clock.metrics(groups))
+            for result in results:
+                self._step_metrics.merge(Metrics.from_proto(result.metrics))
             self._clock = measures.Stopwatch()
-            reported, self._step_metrics = self._reported(results), Metrics()
+            reported, self._step_metrics = self._step_metrics, Metrics()
             self._reports.begin(self._step, reported, groups)
 
     async def _ask_references(self, groups: Sequence[ScoredGroup]) -> bool:
@@ -363,11 +368,9 @@ class Loop:
         if self._publisher.nobody_serves():
             await self._publish()
 
-    def _reported(self, results: Sequence[training_pb2.TrainResult]) -> Metrics:
-        """The numbers of the step that has ended, but for what its report looks up."""
+    def _count_what_came_in(self) -> None:
+        """Adds to the step's numbers how many prompts were read, and groups dropped, so far."""
         metrics = self._step_metrics
-        for result in results:
-            metrics.merge(Metrics.from_proto(result.metrics))
         metrics.max("data/epoch", self._prompts.cursor.epoch)
         metrics.max("data/prompts_too_long", self._prompts.cursor.num_too_long)
         metrics.max("data/prompts_unshown", self._prompts.cursor.num_unshown)
@@ -375,7 +378,6 @@ class Loop:
         metrics.max("groups/dropped", dropped.total())
         for reason, count in dropped.items():
             metrics.max(f"groups/dropped_{reason}", count)
-        return metrics
 
     # --- checkpoints ------------------------------------------------------------------------------
 

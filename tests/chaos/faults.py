@@ -43,6 +43,7 @@ PHASES: dict[str, tuple[str, ...]] = {
         "seal",
         "put_columns",
         "commit_step",
+        "reported",
         "begin_publish",
         "next_epoch",
         "attest",

@@ -298,6 +298,7 @@ def test_a_whole_life_of_a_group_survives_the_loss_of_every_answer(store_server:
     losing(ledger.next_epoch)
     losing(lambda: ledger.pause(True))
     losing(lambda: ledger.evaluated(1))
+    losing(lambda: ledger.reported(1))
     losing(lambda: ledger.forget(Garbage((), ("group:9",))))
     losing(ledger.fenced.give_up_rows)
     assert ledger.fenced.take_set_back()
