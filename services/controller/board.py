@@ -35,6 +35,9 @@ LOOP_STATES = (
 )
 """What the loop waits for, or that it works itself: prepares, seals, counts, reports."""
 
+_STAND_STILL = ("starting", "recovering", "waiting_groups", "waiting_rollouts")
+"""States in which nobody is at work on the run: people who paused it may have taken roles away."""
+
 FINAL_STATES = (controller_pb2.RUN_STATE_DONE, controller_pb2.RUN_STATE_FAILED)
 
 
@@ -80,10 +83,12 @@ class RunBoard:
         self._changed.set()
 
     def wait_for(self, what: str, state: str | None = None) -> None:
-        """The loop waits for `what`, in `state` from now on where one is given."""
+        """The loop waits for `what`, in `state` from now on where one is given; a run that people paused is paused
+        where it waits for a role or for groups.
+        """
         self.waiting_for = what
         if state is not None:
-            self.states.enter(state)
+            self.states.enter("paused" if self.paused and state in _STAND_STILL else state)
         self._changed.set()
 
     def begin(self, step: int) -> None:

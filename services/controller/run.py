@@ -213,7 +213,8 @@ class ControllerRun:
                 while missing:
                     if self._board.paused:  # people may have taken the roles away until they resume it
                         limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
-                    self._board.wait_for(", ".join(self._awaited(role) for role in sorted(missing)))
+                    state = "recovering" if recovering else "starting"
+                    self._board.wait_for(", ".join(self._awaited(role) for role in sorted(missing)), state)
                     if self._board.stop_requested:
                         return False
                     missing = {role for role in missing if not await self._answers(role)}

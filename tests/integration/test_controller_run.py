@@ -757,6 +757,7 @@ async def test_a_paused_run_without_rollouts_outlives_a_hiccup_of_its_store(
                 await life.stub.PauseRun(pb.PauseRunRequest())
                 await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
             await life.shows(lambda status: all(worker.lost for worker in status.workers))
+            await until(lambda: life.states.state == "paused")
             pending = Ledger.pending
 
             def failing_once(ledger: Ledger) -> Any:
@@ -767,6 +768,7 @@ async def test_a_paused_run_without_rollouts_outlives_a_hiccup_of_its_store(
             await life.shows(lambda status: status.num_recoveries == 1)
             await asyncio.sleep(5.0)
             assert not life.running.done()
+            assert life.states.state == "paused", "nobody is to be woken"
             async with run.rollout("rollout-1"):
                 step = (await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)).step
                 await life.stub.ResumeRun(pb.ResumeRunRequest())
@@ -786,6 +788,7 @@ async def test_a_paused_run_waits_for_rollouts_also_when_its_controller_is_anoth
         async with run.controller() as life:
             await asyncio.sleep(7.0)
             assert not life.running.done()
+            assert life.states.state == "paused"
             async with run.rollout("rollout-1"):
                 await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
                 await life.stub.StopRun(pb.StopRunRequest())
