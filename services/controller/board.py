@@ -102,8 +102,8 @@ class RunBoard:
         self._changed.set()
 
     def applied(self, step: int, metrics: Metrics) -> None:
-        """`step` steps are applied; `metrics` are those of the last."""
-        self.step, self.step_metrics = step, metrics
+        """`step` steps are applied, or more of which no report has told yet; `metrics` are those of the last."""
+        self.step, self.step_metrics = max(self.step, step), metrics
         self.move(self.state)
 
     def evaluated(self, metrics: Metrics) -> None:
