@@ -92,7 +92,7 @@ class RunBoard:
         self._changed.set()
 
     def begin(self, step: int) -> None:
-        """A life of the loop begins after `step` steps."""
+        """The run stands at `step` steps, after which a life of the loop begins."""
         self.step, self.told_step = step, min(self.told_step, step)
         self._changed.set()
 

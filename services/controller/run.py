@@ -100,6 +100,9 @@ class ControllerRun:
             )
             try:
                 position = await self._threads.call(self._ledger.position)
+                # so that people are told where the run stands while its roles are waited for
+                self._board.begin(position.step)
+                self._board.published(position.published_step, position.policy_version)
                 if position.paused and not self._board.steered:
                     self._board.pause()  # now: people may have taken away the roles that are waited for
                 await self._threads.call(self._recovery.require_columns, position, latest[1].step if latest else 0)
