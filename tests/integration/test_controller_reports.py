@@ -12,6 +12,7 @@ import pytest
 
 from rolecall.errors import StoreUnavailableError, UnavailableError
 from rolecall.settings import RunSettings
+from rolecall.store.ledger import Ledger
 from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
 from services.controller.board import RunBoard
 from services.controller.loop import Loop
@@ -165,6 +166,33 @@ def test_a_step_whose_controller_dies_with_its_commit_is_told_with_what_was_know
     lost, whole = run.diary.numbers
     of_the_end = {name for name in whole if name.startswith(("time/", "publish/", "throughput/"))}
     assert whole.keys() - lost.keys() == of_the_end - {"time/generation_s", "time/scoring_s"}
+
+
+def test_a_process_that_told_a_step_and_could_not_note_it_does_not_tell_it_again(
+    run: DiaryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing_once(ledger: Ledger, step: int) -> None:
+        monkeypatch.undo()
+        raise StoreUnavailableError("the store did not answer")
+
+    boards: list[RunBoard] = []
+
+    class OfOneProcess(Loop):
+        """A loop whose board knows what that of the life before did."""
+
+        def __init__(self, parts: Parts, recovered: Recovered, at: Callable[[str], None]) -> None:
+            parts.board.told_step = boards[-1].told_step if boards else 0
+            boards.append(parts.board)
+            super().__init__(parts, recovered, at)
+
+    run.diary.may_log.set()
+    run.make_loop = OfOneProcess
+    monkeypatch.setattr(Ledger, "reported", failing_once)
+    with pytest.raises(StoreUnavailableError):
+        run.runner.run(asyncio.wait_for(run.live(2), WAIT_S))
+    assert run.ledger.position().reported_step in (0, 2), "the next report may have been made"
+    run.runner.run(asyncio.wait_for(run.live(1), WAIT_S))
+    assert run.diary.steps == [*range(1, run.ledger.position().step + 1)]
 
 
 def test_a_step_is_told_also_when_the_report_before_failed(run: DiaryRun, monkeypatch: pytest.MonkeyPatch) -> None:
