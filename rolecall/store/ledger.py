@@ -193,11 +193,13 @@ class Ledger:
         data = self._connection.command("HGET", f"{self._prefix}batch:{step}", "group")
         return None if data is None else TrainBatch.FromString(data)
 
-    def commit_step(
-        self, step: int, results: Sequence[TrainResult], algorithm_state: bytes = b"", numbers: Sequence[Metric] = ()
-    ) -> bool:
-        """Counts the sealed batch of `step` as trained: step + 1, and from there `algorithm_state`. `results`, and the
-        step's other `numbers` so far, go into its record. False when it was committed before: then nothing changes.
+    def measured(self, step: int, numbers: Sequence[Metric]) -> None:
+        """Puts `numbers` into the record of the sealed batch of `step`, for whoever reports it. NotFoundError."""
+        self._call("measured", step, TrainResult(metrics=numbers).SerializeToString())
+
+    def commit_step(self, step: int, results: Sequence[TrainResult], algorithm_state: bytes = b"") -> bool:
+        """Counts the sealed batch of `step` as trained: step + 1, and from there `algorithm_state`. `results` go into
+        its record. False when it was committed before: then nothing changes.
 
         BatchMismatchError when a trainer's result is of another batch than the sealed one.
         """
@@ -205,7 +207,6 @@ class Ledger:
             "commit_step",
             step,
             algorithm_state,
-            TrainResult(metrics=numbers).SerializeToString(),
             *(part for result in results for part in (result.digest, result.SerializeToString())),
         ).fresh
 
@@ -216,11 +217,11 @@ class Ledger:
         return [TrainResult.FromString(data) for _, data in found]
 
     def numbers(self, step: int) -> list[Metric] | None:
-        """Returns all numbers that commit_step recorded for `step`, its trainers' among them; None when it is not
-        trained or was freed.
+        """Returns all numbers in the record of `step`, its trainers' among them; None when it was not trained or was
+        freed.
         """
-        own = self._connection.command("HGET", f"{self._prefix}batch:{step}", "numbers")
-        if own is None:
+        own, is_trained = self._connection.command("HMGET", f"{self._prefix}batch:{step}", "numbers", "trained")
+        if own is None or is_trained is None:
             return None
         return [metric for result in (TrainResult.FromString(own), *self.results(step)) for metric in result.metrics]
 

@@ -13,12 +13,13 @@ passes a named instant, at which tests make things fail.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rolecall.errors import BudgetSpentError, RoleCallError
 from rolecall.store.budget import batch_bytes
 from rolecall.telemetry import Metrics, tracer
 from rolecall.v1 import controller_pb2, training_pb2, trajectory_pb2
+from rolecall.wire import Array
 from services.controller.awaiting import NextBatch, NextBatches
 from services.controller.durable.run_point import RunPoint, take_point
 from services.controller.durable.saving import NO_ROOM, CheckpointSaver
@@ -239,26 +240,19 @@ class Loop:
             step = await self._sealing.seal(self._step, groups, self._state)
         self._at("columns are written")
         # beside the training, which waits for nothing here
-        measured = asyncio.ensure_future(
-            parts.threads.call(
-                measures.of_batch,
-                self._settings,
-                self._step,
-                groups,
-                step.contents,
-                self._publisher.step_of_version,
-            )
-        )
         self._step_metrics.merge(measures.of_sealed(self._settings, step.batch))
+        self._count_what_came_in()
+        measuring = asyncio.create_task(self._measure(groups, step.contents))
+        measuring.add_done_callback(lambda task: task.cancelled() or task.exception())  # if the training fails first
         clock.lap("prepare")
         results = await self._apply(step.batch)
-        self._step_metrics.merge(await measured)  # bounded: it computes, and waits for nobody
+        await measuring  # bounded: by the store's own deadlines
         self._at("trained")
         clock.lap("train")
         self._state = self._state.after(self._settings.algorithm, step.batch, results)
-        self._count_what_came_in()
-        carried, numbers = self._state.encode(self._settings.algorithm), self._step_metrics.to_proto()
-        await parts.threads.call(parts.ledger.commit_step, self._step, results, carried, numbers)
+        await parts.threads.call(
+            parts.ledger.commit_step, self._step, results, self._state.encode(self._settings.algorithm)
+        )
         self._at("step is committed")
         self._assembly.trained(step.batch.gids)
         self._intake.retain(batch_bytes(self._settings, step.batch, parts.prompt_bytes))
@@ -279,6 +273,13 @@ class Loop:
             self._clock = measures.Stopwatch()
             reported, self._step_metrics = self._step_metrics, Metrics()
             self._reports.begin(self._step, reported, groups)
+
+    async def _measure(self, groups: Sequence[ScoredGroup], contents: Sequence[Mapping[str, Array]]) -> None:
+        """Adds the numbers of the batch to those of the step, and notes what is known by now for whoever reports it."""
+        parts, of_version = self._parts, self._publisher.step_of_version
+        measured = await parts.threads.call(measures.of_batch, self._settings, self._step, groups, contents, of_version)
+        self._step_metrics.merge(measured)
+        await parts.threads.call(parts.ledger.measured, self._step, self._step_metrics.to_proto())
 
     async def _ask_references(self, groups: Sequence[ScoredGroup]) -> bool:
         """Has the references score that leave the shared devices otherwise. A sealed batch has their columns. Whether

@@ -35,7 +35,7 @@ class Recovered:
     whatever the fleet holds.
     """
     untold: Mapping[int, Metrics]
-    """What was known at their commit of steps that no report told, by the number of steps applied then, in order."""
+    """What is known of steps that were counted and no report told, by the number of steps applied then, in order."""
     step_of_version: Mapping[int, int]
     """Steps behind the weights of each attested version."""
     sealed: trajectory_pb2.TrainBatch | None

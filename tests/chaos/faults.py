@@ -42,6 +42,7 @@ PHASES: dict[str, tuple[str, ...]] = {
         "admit",
         "seal",
         "put_columns",
+        "measured",
         "commit_step",
         "reported",
         "begin_publish",

@@ -142,14 +142,17 @@ def test_steps_that_a_loop_ended_without_telling_are_told_by_the_next_and_none_t
     assert run.diary.steps == [*range(1, step + 3)], "and none is made again to be told"
 
 
-def test_a_step_whose_controller_dies_with_its_commit_is_told_with_what_was_known_then(run: DiaryRun) -> None:
+@pytest.mark.parametrize("instant", ["trained", "step is committed"])
+def test_a_step_whose_controller_dies_around_its_commit_is_told_with_what_was_known_then(
+    run: DiaryRun, instant: str
+) -> None:
     class Dying(Loop):
-        """A loop whose process ends once a step is counted."""
+        """A loop whose process ends at the instant."""
 
         def __init__(self, parts: Parts, recovered: Recovered, at: Callable[[str], None]) -> None:
-            def dying(instant: str) -> None:
-                at(instant)
-                if instant == "step is committed":
+            def dying(now: str) -> None:
+                at(now)
+                if now == instant:
                     raise Died
 
             super().__init__(parts, recovered, dying)

@@ -55,6 +55,7 @@ CONTROLLER_CALLS: dict[str, Callable[[Ledger], object]] = {
     "pause": lambda ledger: ledger.pause(True),
     "evaluated": lambda ledger: ledger.evaluated(1),
     "reported": lambda ledger: ledger.reported(1),
+    "measured": lambda ledger: ledger.measured(0, []),
     "pending": lambda ledger: ledger.pending(),
     "snapshot": lambda ledger: ledger.snapshot(),
 }
@@ -226,6 +227,8 @@ def test_a_step_is_committed_once_and_keeps_its_results(store: StoreUnderTest) -
     batch = store.batch(0, store.committed(2))
     with pytest.raises(NotFoundError):
         store.ledger.commit_step(0, [])
+    with pytest.raises(NotFoundError):
+        store.ledger.measured(0, [])
     store.ledger.seal(batch)
     with pytest.raises(OutOfOrderError):
         store.ledger.commit_step(1, [])
@@ -236,8 +239,10 @@ def test_a_step_is_committed_once_and_keeps_its_results(store: StoreUnderTest) -
     assert store.ledger.numbers(0) is None
     told, loss = Metric(name="reward/mean", value=0.5), Metric(name="actor/loss", value=2.0)
     results[0].metrics.append(loss)
-    assert store.ledger.commit_step(0, results, b"after 0", [told])
-    assert not store.ledger.commit_step(0, [], b"after 0, computed again", [loss])
+    store.ledger.measured(0, [told])
+    assert store.ledger.numbers(0) is None, "it is not trained yet"
+    assert store.ledger.commit_step(0, results, b"after 0")
+    assert not store.ledger.commit_step(0, [], b"after 0, computed again")
     assert store.ledger.position().algorithm_state == b"after 0"
     assert store.ledger.results(0) == results
     assert store.ledger.numbers(0) == [told, loss]
