@@ -142,7 +142,8 @@ def plot(metrics: list[dict[str, Any]], path: Path) -> Path:
     )
     accuracy.set(title="accuracy", xlabel="step", ylim=(0, 1.02))
     accuracy.legend()
-    clock.plot([row["step"] for row in steps], [row["time/step_s"] for row in steps], marker=".")
+    timed = [row for row in steps if "time/step_s" in row]  # all but one whose controller ended in it
+    clock.plot([row["step"] for row in timed], [row["time/step_s"] for row in timed], marker=".")
     clock.set(title="step time (s)", xlabel="step", ylim=(0, None))
     for axes in (reward, accuracy, clock):
         axes.xaxis.get_major_locator().set_params(integer=True)

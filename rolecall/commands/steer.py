@@ -170,7 +170,8 @@ def _last_of(status: controller_pb2.RunStatus, record: RunRecord) -> str:
     told = io.StringIO()
     Console(file=told, width=120).print(render(status))
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.at_s))
-    return f"{told.getvalue()}over since {when}, at step {status.step}/{status.total_steps}: {record.how}\n"
+    since = f"over since {when}" if record.exit_code is not None else f"over; its last news is of {when}"
+    return f"{told.getvalue()}{since}, at step {status.step}/{status.total_steps}: {record.how}\n"
 
 
 async def _steer(command: str, run: Run, checkpoint: bool, as_json: bool) -> int:

@@ -38,7 +38,7 @@ from rolecall.store.prompts import MAX_ERROR_CHARS
 from rolecall.store.rows import Rows
 from rolecall.v1.controller_pb2 import LedgerCounts
 from rolecall.v1.training_pb2 import TrainResult
-from rolecall.v1.trajectory_pb2 import CommittedGroup, PromptGroup, TrainBatch
+from rolecall.v1.trajectory_pb2 import CommittedGroup, Metric, PromptGroup, TrainBatch
 
 PENDING_COUNT = 10_000
 """Pending entries listed at a time."""
@@ -118,6 +118,10 @@ class Ledger:
         """
         self._call("evaluated", step)
 
+    def reported(self, step: int) -> None:
+        """Remembers that the first `step` steps were told, for the controller that comes next."""
+        self._call("reported", step)
+
     def beat(self) -> None:
         """Our heartbeat; at least every lease_s / 3."""
         self._call("beat")
@@ -189,6 +193,10 @@ class Ledger:
         data = self._connection.command("HGET", f"{self._prefix}batch:{step}", "group")
         return None if data is None else TrainBatch.FromString(data)
 
+    def measured(self, step: int, numbers: Sequence[Metric]) -> None:
+        """Puts `numbers` into the record of the sealed batch of `step`, for whoever reports it. NotFoundError."""
+        self._call("measured", step, TrainResult(metrics=numbers).SerializeToString())
+
     def commit_step(self, step: int, results: Sequence[TrainResult], algorithm_state: bytes = b"") -> bool:
         """Counts the sealed batch of `step` as trained: step + 1, and from there `algorithm_state`. `results` go into
         its record. False when it was committed before: then nothing changes.
@@ -207,6 +215,15 @@ class Ledger:
         fields = self._connection.command("HGETALL", f"{self._prefix}batch:{step}")
         found = sorted((int(name[7:]), data) for name, data in fields.items() if name.startswith(b"result:"))
         return [TrainResult.FromString(data) for _, data in found]
+
+    def numbers(self, step: int) -> list[Metric] | None:
+        """Returns all numbers in the record of `step`, its trainers' among them; None when it was not trained or was
+        freed.
+        """
+        own, is_trained = self._connection.command("HMGET", f"{self._prefix}batch:{step}", "numbers", "trained")
+        if own is None or is_trained is None:
+            return None
+        return [metric for result in (TrainResult.FromString(own), *self.results(step)) for metric in result.metrics]
 
     def free_rows(self, upto_step: int) -> Garbage:
         """Gives up the batches of steps below `upto_step`, which every trainer's committed checkpoint must cover.

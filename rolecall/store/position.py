@@ -103,6 +103,8 @@ class RunPosition:
     """What the algorithm carries into the next step, as the controller encoded it; empty when nothing adapts."""
     evaluated_step: int = -1
     """Steps applied at the last evaluation that was recorded; -1 before the first."""
+    reported_step: int = 0
+    """Steps whose numbers were told."""
     admitted: int = 0
     """Groups admitted."""
     trained: int = 0

@@ -15,6 +15,7 @@ or scraped.
 
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -199,11 +200,11 @@ class Metrics:
         self._add(name, trajectory_pb2.REDUCTION_SUM, float(value), 1.0)
 
     def max(self, name: str, value: float) -> None:
-        """Keeps the largest."""
+        """Keeps the largest, or NaN where one is."""
         self._add(name, trajectory_pb2.REDUCTION_MAX, float(value), 1.0)
 
     def min(self, name: str, value: float) -> None:
-        """Keeps the smallest."""
+        """Keeps the smallest, or NaN where one is."""
         self._add(name, trajectory_pb2.REDUCTION_MIN, float(value), 1.0)
 
     def merge(self, other: "Metrics") -> None:
@@ -257,9 +258,9 @@ class Metrics:
             case trajectory_pb2.REDUCTION_SUM:
                 entry.value += value
             case trajectory_pb2.REDUCTION_MAX:
-                entry.value = max(entry.value, value)
+                entry.value = value if math.isnan(value) else max(entry.value, value)
             case trajectory_pb2.REDUCTION_MIN:
-                entry.value = min(entry.value, value)
+                entry.value = value if math.isnan(value) else min(entry.value, value)
 
 
 class _StderrLog(logging.StreamHandler[TextIO]):

@@ -153,7 +153,7 @@ class NextBatches:
                 "waiting_groups",
             )
         else:
-            self.board.wait_for(f"groups of step {step}", "paused" if self.board.paused else "waiting_groups")
+            self.board.wait_for(f"groups of step {step}", "waiting_groups")
 
 
 def _patience_s(settings: RunSettings) -> float:

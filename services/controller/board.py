@@ -35,6 +35,9 @@ LOOP_STATES = (
 )
 """What the loop waits for, or that it works itself: prepares, seals, counts, reports."""
 
+_STAND_STILL = ("starting", "recovering", "waiting_groups", "waiting_rollouts")
+"""States in which nobody is at work on the run: people who paused it may have taken roles away."""
+
 FINAL_STATES = (controller_pb2.RUN_STATE_DONE, controller_pb2.RUN_STATE_FAILED)
 
 
@@ -44,6 +47,8 @@ class RunBoard:
     def __init__(self) -> None:
         self.state: controller_pb2.RunState.ValueType = controller_pb2.RUN_STATE_STARTING
         self.step = 0
+        self.told_step = 0
+        """Steps whose numbers this process has given the trackers."""
         self.published_step = -1
         """Steps behind the weights that the fleet holds; -1 before the first publish."""
         self.policy_version = -1
@@ -78,15 +83,17 @@ class RunBoard:
         self._changed.set()
 
     def wait_for(self, what: str, state: str | None = None) -> None:
-        """The loop waits for `what`, in `state` from now on where one is given."""
+        """The loop waits for `what`, in `state` from now on where one is given; a run that people paused is paused
+        where it waits for a role or for groups.
+        """
         self.waiting_for = what
         if state is not None:
-            self.states.enter(state)
+            self.states.enter("paused" if self.paused and state in _STAND_STILL else state)
         self._changed.set()
 
     def begin(self, step: int) -> None:
-        """A life of the loop begins after `step` steps."""
-        self.step = step
+        """The run stands at `step` steps, after which a life of the loop begins."""
+        self.step, self.told_step = step, min(self.told_step, step)
         self._changed.set()
 
     def published(self, step: int, policy_version: int) -> None:
@@ -95,8 +102,8 @@ class RunBoard:
         self._changed.set()
 
     def applied(self, step: int, metrics: Metrics) -> None:
-        """`step` steps are applied; `metrics` are those of the last."""
-        self.step, self.step_metrics = step, metrics
+        """`step` steps are applied, or more of which no report has told yet; `metrics` are those of the last."""
+        self.step, self.step_metrics = max(self.step, step), metrics
         self.move(self.state)
 
     def evaluated(self, metrics: Metrics) -> None:

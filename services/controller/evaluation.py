@@ -2,8 +2,8 @@
 scorer.
 
 Outside the ledger: nothing here is trained on. Rollouts and a scorer that are away are waited for, up to the deadline
-of the evaluation. A response that no rollout could give, or no scorer could score, is counted as missing and is in no
-mean: a prompt with fewer than k scored responses is in no figure of k.
+of the evaluation. A response that no rollout could give, or no scorer could score, is counted as missing. One that has
+no score is in the means of lengths and in no other: a prompt with fewer than k scored responses is in no figure of k.
 """
 
 import asyncio

@@ -13,12 +13,13 @@ passes a named instant, at which tests make things fail.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rolecall.errors import BudgetSpentError, RoleCallError
 from rolecall.store.budget import batch_bytes
 from rolecall.telemetry import Metrics, tracer
 from rolecall.v1 import controller_pb2, training_pb2, trajectory_pb2
+from rolecall.wire import Array
 from services.controller.awaiting import NextBatch, NextBatches
 from services.controller.durable.run_point import RunPoint, take_point
 from services.controller.durable.saving import NO_ROOM, CheckpointSaver
@@ -129,6 +130,9 @@ class Loop:
         """Takes over people's wish for a pause, and publishes unless the fleet holds the weights of this step."""
         parts, position = self._parts, self._recovered.position
         parts.board.begin(self._step)
+        for step, metrics in self._recovered.untold.items():
+            if step > parts.board.told_step:
+                self._reports.begin(step, metrics, ())
         if parts.board.steered:  # perhaps before this process held the run
             await parts.threads.call(parts.ledger.pause, parts.board.paused)
         elif position.paused:
@@ -236,20 +240,13 @@ class Loop:
             step = await self._sealing.seal(self._step, groups, self._state)
         self._at("columns are written")
         # beside the training, which waits for nothing here
-        measured = asyncio.ensure_future(
-            parts.threads.call(
-                measures.of_batch,
-                self._settings,
-                self._step,
-                groups,
-                step.contents,
-                self._publisher.step_of_version,
-            )
-        )
         self._step_metrics.merge(measures.of_sealed(self._settings, step.batch))
+        self._count_what_came_in()
+        measuring = asyncio.create_task(self._measure(groups, step.contents))
+        measuring.add_done_callback(lambda task: task.cancelled() or task.exception())  # if the training fails first
         clock.lap("prepare")
         results = await self._apply(step.batch)
-        self._step_metrics.merge(await measured)  # bounded: it computes, and waits for nobody
+        await measuring  # bounded: by the store's own deadlines
         self._at("trained")
         clock.lap("train")
         self._state = self._state.after(self._settings.algorithm, step.batch, results)
@@ -271,9 +268,18 @@ class Loop:
             clock.lap("report")
         finally:  # the step counts, whatever becomes of its weights; nothing here may wait or raise
             self._step_metrics.merge(clock.metrics(groups))
+            for result in results:
+                self._step_metrics.merge(Metrics.from_proto(result.metrics))
             self._clock = measures.Stopwatch()
-            reported, self._step_metrics = self._reported(results), Metrics()
+            reported, self._step_metrics = self._step_metrics, Metrics()
             self._reports.begin(self._step, reported, groups)
+
+    async def _measure(self, groups: Sequence[ScoredGroup], contents: Sequence[Mapping[str, Array]]) -> None:
+        """Adds the numbers of the batch to those of the step, and notes what is known by now for whoever reports it."""
+        parts, of_version = self._parts, self._publisher.step_of_version
+        measured = await parts.threads.call(measures.of_batch, self._settings, self._step, groups, contents, of_version)
+        self._step_metrics.merge(measured)
+        await parts.threads.call(parts.ledger.measured, self._step, self._step_metrics.to_proto())
 
     async def _ask_references(self, groups: Sequence[ScoredGroup]) -> bool:
         """Has the references score that leave the shared devices otherwise. A sealed batch has their columns. Whether
@@ -363,11 +369,9 @@ class Loop:
         if self._publisher.nobody_serves():
             await self._publish()
 
-    def _reported(self, results: Sequence[training_pb2.TrainResult]) -> Metrics:
-        """The numbers of the step that has ended, but for what its report looks up."""
+    def _count_what_came_in(self) -> None:
+        """Adds to the step's numbers how many prompts were read, and groups dropped, so far."""
         metrics = self._step_metrics
-        for result in results:
-            metrics.merge(Metrics.from_proto(result.metrics))
         metrics.max("data/epoch", self._prompts.cursor.epoch)
         metrics.max("data/prompts_too_long", self._prompts.cursor.num_too_long)
         metrics.max("data/prompts_unshown", self._prompts.cursor.num_unshown)
@@ -375,7 +379,6 @@ class Loop:
         metrics.max("groups/dropped", dropped.total())
         for reason, count in dropped.items():
             metrics.max(f"groups/dropped_{reason}", count)
-        return metrics
 
     # --- checkpoints ------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rolecall.store.position import RunPosition, SuccessRate
+from rolecall.telemetry import Metrics
 from rolecall.v1 import trajectory_pb2
 
 
@@ -33,6 +34,8 @@ class Recovered:
     """Whether the actor was loaded or trained again: its weights are then published anew, under another version,
     whatever the fleet holds.
     """
+    untold: Mapping[int, Metrics]
+    """What is known of steps that were counted and no report told, by the number of steps applied then, in order."""
     step_of_version: Mapping[int, int]
     """Steps behind the weights of each attested version."""
     sealed: trajectory_pb2.TrainBatch | None

@@ -61,6 +61,8 @@ class Reports:
         metrics.merge(await measures.of_fleet(parts.fleet))
         samples = samples_of(parts.rows, step, groups, parts.settings.trackers.num_samples_kept)
         await parts.threads.call(parts.trackers.log, step, metrics.values())
+        parts.board.told_step = step  # whatever becomes of the store now
+        await parts.threads.call(parts.ledger.reported, step)
         await parts.threads.call(parts.trackers.keep_samples, step, samples)
         export(metrics)
         parts.board.applied(step, metrics)

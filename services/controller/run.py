@@ -101,6 +101,9 @@ class ControllerRun:
             )
             try:
                 position = await self._threads.call(self._ledger.position)
+                # so that people are told where the run stands while its roles are waited for
+                self._board.begin(position.step)
+                self._board.published(position.published_step, position.policy_version)
                 if position.paused and not self._board.steered:
                     self._board.pause()  # now: people may have taken away the roles that are waited for
                 await self._threads.call(self._recovery.require_columns, position, latest[1].step if latest else 0)
@@ -214,7 +217,8 @@ class ControllerRun:
                 while missing:
                     if self._board.paused:  # people may have taken the roles away until they resume it
                         limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
-                    self._board.wait_for(", ".join(self._awaited(role) for role in sorted(missing)))
+                    state = "recovering" if recovering else "starting"
+                    self._board.wait_for(", ".join(self._awaited(role) for role in sorted(missing)), state)
                     if self._board.stop_requested:
                         return False
                     missing = {role for role in missing if not await self._answers(role)}

@@ -201,6 +201,9 @@ def _check(run_dir: Path, settings: RunSettings, connection: Connection) -> Verd
         verdict.require(
             of_rows == trained, f"{name}: trained gids differ from the ledger's by {sorted(of_rows ^ trained)[:10]}"
         )
+    told = {line["step"] for line in lines_of(run_dir / "metrics.jsonl") if "rollout/replicas" in line}
+    for step in range(1, snapshot.position.reported_step + 1):
+        verdict.require(step in told, f"step {step} has no line in metrics.jsonl")
     verdict.figures["steps"] = snapshot.position.step
     _check_checkpoint(run_dir, settings, snapshot.position.step, verdict)
     for problem in audit(connection, run, run_dir).problems:

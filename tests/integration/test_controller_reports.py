@@ -12,6 +12,7 @@ import pytest
 
 from rolecall.errors import StoreUnavailableError, UnavailableError
 from rolecall.settings import RunSettings
+from rolecall.store.ledger import Ledger
 from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
 from services.controller.board import RunBoard
 from services.controller.loop import Loop
@@ -30,6 +31,7 @@ class Diary:
     """Trackers that write down what they are told, each step once they may."""
 
     steps: list[int] = field(default_factory=list)
+    numbers: list[dict[str, float]] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     may_log: threading.Event = field(default_factory=threading.Event)
     failure: Exception | None = None
@@ -39,9 +41,14 @@ class Diary:
         if self.failure is not None:
             raise self.failure
         self.steps.append(step)
+        self.numbers.append(values)
 
     def keep_samples(self, step: int, samples: Any) -> None:
         self.samples += [each["step"] for each in samples]
+
+
+class Died(Exception):
+    """The controller is gone."""
 
 
 class SlowMeta(SweptRows):
@@ -122,16 +129,73 @@ def test_a_checkpoint_frees_no_row_that_a_report_still_reads(run: DiaryRun) -> N
     assert sorted(set(run.diary.samples)) == [1, 2]
 
 
-def test_a_loop_that_ended_in_a_report_tells_no_step_twice(run: DiaryRun) -> None:
+def test_steps_that_a_loop_ended_without_telling_are_told_by_the_next_and_none_twice(run: DiaryRun) -> None:
     run.diary.may_log.set()
     run.diary.failure = StoreUnavailableError("the store did not answer")
     with pytest.raises(StoreUnavailableError):
         run.runner.run(asyncio.wait_for(run.live(2), WAIT_S))
     run.diary.failure = None
     step = run.ledger.position().step
-    run.runner.run(asyncio.wait_for(run.live(2), WAIT_S))
+    for _ in range(2):
+        run.runner.run(asyncio.wait_for(run.live(1), WAIT_S))
 
-    assert run.diary.steps == [step + 1, step + 2], "what was counted is not made again to be told"
+    assert run.diary.steps == [*range(1, step + 3)], "and none is made again to be told"
+
+
+@pytest.mark.parametrize("instant", ["trained", "step is committed"])
+def test_a_step_whose_controller_dies_around_its_commit_is_told_with_what_was_known_then(
+    run: DiaryRun, instant: str
+) -> None:
+    class Dying(Loop):
+        """A loop whose process ends at the instant."""
+
+        def __init__(self, parts: Parts, recovered: Recovered, at: Callable[[str], None]) -> None:
+            def dying(now: str) -> None:
+                at(now)
+                if now == instant:
+                    raise Died
+
+            super().__init__(parts, recovered, dying)
+
+    run.diary.may_log.set()
+    living, run.make_loop = run.make_loop, Dying
+    with pytest.raises(Died):
+        run.runner.run(asyncio.wait_for(run.live(1), WAIT_S))
+    assert run.diary.steps == []
+    run.make_loop = living
+    run.runner.run(asyncio.wait_for(run.live(1), WAIT_S))
+
+    assert run.diary.steps == [1, 2]
+    lost, whole = run.diary.numbers
+    of_the_end = {name for name in whole if name.startswith(("time/", "publish/", "throughput/"))}
+    assert whole.keys() - lost.keys() == of_the_end - {"time/generation_s", "time/scoring_s"}
+
+
+def test_a_process_that_told_a_step_and_could_not_note_it_does_not_tell_it_again(
+    run: DiaryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing_once(ledger: Ledger, step: int) -> None:
+        monkeypatch.undo()
+        raise StoreUnavailableError("the store did not answer")
+
+    boards: list[RunBoard] = []
+
+    class OfOneProcess(Loop):
+        """A loop whose board knows what that of the life before did."""
+
+        def __init__(self, parts: Parts, recovered: Recovered, at: Callable[[str], None]) -> None:
+            parts.board.told_step = boards[-1].told_step if boards else 0
+            boards.append(parts.board)
+            super().__init__(parts, recovered, at)
+
+    run.diary.may_log.set()
+    run.make_loop = OfOneProcess
+    monkeypatch.setattr(Ledger, "reported", failing_once)
+    with pytest.raises(StoreUnavailableError):
+        run.runner.run(asyncio.wait_for(run.live(2), WAIT_S))
+    assert run.ledger.position().reported_step in (0, 2), "the next report may have been made"
+    run.runner.run(asyncio.wait_for(run.live(1), WAIT_S))
+    assert run.diary.steps == [*range(1, run.ledger.position().step + 1)]
 
 
 def test_a_step_is_told_also_when_the_report_before_failed(run: DiaryRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -772,6 +772,7 @@ async def test_a_paused_run_without_rollouts_outlives_a_hiccup_of_its_store(
                 await life.stub.PauseRun(pb.PauseRunRequest())
                 await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
             await life.shows(lambda status: all(worker.lost for worker in status.workers))
+            await until(lambda: life.states.state == "paused")
             pending = Ledger.pending
 
             def failing_once(ledger: Ledger) -> Any:
@@ -782,6 +783,7 @@ async def test_a_paused_run_without_rollouts_outlives_a_hiccup_of_its_store(
             await life.shows(lambda status: status.num_recoveries == 1)
             await asyncio.sleep(5.0)
             assert not life.running.done()
+            assert life.states.state == "paused", "nobody is to be woken"
             async with run.rollout("rollout-1"):
                 step = (await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)).step
                 await life.stub.ResumeRun(pb.ResumeRunRequest())
@@ -801,6 +803,9 @@ async def test_a_paused_run_waits_for_rollouts_also_when_its_controller_is_anoth
         async with run.controller() as life:
             await asyncio.sleep(7.0)
             assert not life.running.done()
+            assert life.states.state == "paused"
+            status, held = await life.status(), run.ledger.position()
+            assert (status.step, status.published_step) == (held.step, held.published_step)
             async with run.rollout("rollout-1"):
                 await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
                 await life.stub.StopRun(pb.StopRunRequest())
@@ -814,6 +819,8 @@ async def test_a_paused_run_stays_paused_when_its_controller_starts_again(light_
             await life.stub.PauseRun(pb.PauseRunRequest())
         async with run.controller() as life:
             paused = await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
+            held = run.ledger.position()
+            assert (paused.published_step, paused.policy_version) == (held.published_step, held.policy_version)
             await life.stub.ResumeRun(pb.ResumeRunRequest())
             await life.reaches(paused.step + 1)
     assert not run.ledger.position().paused

@@ -126,9 +126,11 @@ async def test_whoever_fails_in_any_phase_is_left_out_and_the_others_serve_soon(
     doomed.engine.fault = Fault(phase, kind)
     rig.actor.step = 1
     started = time.monotonic()
-    await rig.publisher.publish(1)
+    told = (await rig.publisher.publish(1)).values()
     assert time.monotonic() - started < SOON_S
     assert set(serving(rig)) >= {"rollout-0", "rollout-2"}
+    if kind is Kind.FAIL:  # it lives, in whichever attempt it was left out
+        assert told["publish/left_out"] == 1
     if doomed.name not in serving(rig):
         with pytest.raises(NotAttestedError):
             await asyncio.to_thread(rig.store.worker(doomed.consumer).claim, 1)

@@ -79,7 +79,7 @@ def test_status_of_a_run_that_is_over_says_how_it_ended(tmp_path: Path, capsys: 
     for command in ("status", "watch"):
         assert main([command, run]) == 0
         told = capsys.readouterr().out
-        assert "over since 20" in told
+        assert "over; its last news is of 20" in told
         assert "at step 0/1: its rolecall train was killed or the machine went down; --resume goes on" in told
     assert main(["pause", run]) == 1
     assert "run light is over (its rolecall train was killed" in capsys.readouterr().err

@@ -282,6 +282,7 @@ def test_a_whole_life_of_a_group_survives_the_loss_of_every_answer(store_server:
     assert not losing(lambda: ledger.rate("p", SuccessRate(0, 0.5))), "it is kept, and the answer lost"
     losing(lambda: ledger.begin_batch(0, [0]))
     losing(lambda: ledger.seal(TrainBatch(step=0, digest="b", rows=[ref], gids=[0])))
+    losing(lambda: ledger.measured(0, []))
     losing(lambda: ledger.commit_step(0, []))
     counts = ledger.counts()
     assert (counts.admitted, counts.trained, dict(counts.dropped), counts.queued) == (3, 1, {"filtered": 1}, 1)
@@ -298,6 +299,7 @@ def test_a_whole_life_of_a_group_survives_the_loss_of_every_answer(store_server:
     losing(ledger.next_epoch)
     losing(lambda: ledger.pause(True))
     losing(lambda: ledger.evaluated(1))
+    losing(lambda: ledger.reported(1))
     losing(lambda: ledger.forget(Garbage((), ("group:9",))))
     losing(ledger.fenced.give_up_rows)
     assert ledger.fenced.take_set_back()

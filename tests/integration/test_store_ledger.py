@@ -31,7 +31,7 @@ from rolecall.store.position import Garbage, GroupState, PendingEntry, RunPositi
 from rolecall.store.scripts import ledger_keys
 from rolecall.store.sealed import read_ctl, read_sealed
 from rolecall.v1.training_pb2 import TrainResult
-from rolecall.v1.trajectory_pb2 import TrainBatch
+from rolecall.v1.trajectory_pb2 import Metric, TrainBatch
 from tests.fixtures_store import DIGEST, StoreUnderTest, sample_group
 
 CONTROLLER_CALLS: dict[str, Callable[[Ledger], object]] = {
@@ -54,6 +54,8 @@ CONTROLLER_CALLS: dict[str, Callable[[Ledger], object]] = {
     "rate": lambda ledger: ledger.rate("prompt-0", SuccessRate(0, 0.5)),
     "pause": lambda ledger: ledger.pause(True),
     "evaluated": lambda ledger: ledger.evaluated(1),
+    "reported": lambda ledger: ledger.reported(1),
+    "measured": lambda ledger: ledger.measured(0, []),
     "pending": lambda ledger: ledger.pending(),
     "snapshot": lambda ledger: ledger.snapshot(),
 }
@@ -225,6 +227,8 @@ def test_a_step_is_committed_once_and_keeps_its_results(store: StoreUnderTest) -
     batch = store.batch(0, store.committed(2))
     with pytest.raises(NotFoundError):
         store.ledger.commit_step(0, [])
+    with pytest.raises(NotFoundError):
+        store.ledger.measured(0, [])
     store.ledger.seal(batch)
     with pytest.raises(OutOfOrderError):
         store.ledger.commit_step(1, [])
@@ -232,10 +236,16 @@ def test_a_step_is_committed_once_and_keeps_its_results(store: StoreUnderTest) -
         store.ledger.commit_step(0, [TrainResult(step=0, digest="b1"), TrainResult(step=0, digest="b2")])
     results = [TrainResult(step=0, digest="b1"), TrainResult(step=0, digest="b1", train_s=2.0)]
     assert store.ledger.position().algorithm_state == b""
+    assert store.ledger.numbers(0) is None
+    told, loss = Metric(name="reward/mean", value=0.5), Metric(name="actor/loss", value=2.0)
+    results[0].metrics.append(loss)
+    store.ledger.measured(0, [told])
+    assert store.ledger.numbers(0) is None, "it is not trained yet"
     assert store.ledger.commit_step(0, results, b"after 0")
     assert not store.ledger.commit_step(0, [], b"after 0, computed again")
     assert store.ledger.position().algorithm_state == b"after 0"
     assert store.ledger.results(0) == results
+    assert store.ledger.numbers(0) == [told, loss]
     assert store.balance() == (2, 2, 0, 0)
     assert store.ledger.position().step == 1
     assert not store.ledger.seal(batch), "a batch that was trained is sealed already"
@@ -377,6 +387,7 @@ def test_a_new_lineage_starts_empty_and_reuses_no_number(store: StoreUnderTest) 
     store.ledger.drop(4, "filtered")
     epoch = store.ledger.next_epoch()
     store.ledger.evaluated(1)
+    store.ledger.reported(1)
     point = RunPosition(
         lineage=1,
         step=0,
@@ -399,7 +410,7 @@ def test_a_new_lineage_starts_empty_and_reuses_no_number(store: StoreUnderTest) 
         -1,
     )
     assert position.algorithm_state == b"then"
-    assert position.evaluated_step == 0, "step 1 comes again, of other weights"
+    assert position.evaluated_step == position.reported_step == 0, "step 1 comes again, of other weights"
     assert position.epoch == epoch > point.epoch, "ranks refuse an epoch that is not above all they have met in"
     assert store.balance() == (2, 0, 2, 0)
     assert position.dropped == {"scorer_error": 2}

@@ -217,6 +217,7 @@ def at_the_start(ctl: int) -> Recovered:
         backlog=(),
         policy_version=-1,
         retained_bytes=0,
+        untold={},
         saved_step=0,
         is_actor_restored=False,
         step_of_version={},

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import math
 import subprocess
 import sys
 import time
@@ -52,6 +53,11 @@ def test_parts_merge_to_what_the_whole_would_have_been(pairs: list[tuple[float, 
         "a/sum": sum(values),
     }
     assert parts.values() == pytest.approx(expected, rel=1e-9, abs=1e-3)
+
+
+@pytest.mark.parametrize("values", [(1.0, math.nan), (math.nan, 1.0)])
+def test_what_is_not_a_number_is_never_hidden(values: tuple[float, ...]) -> None:
+    assert all(map(math.isnan, reduced([(value, 1.0) for value in values]).values().values()))
 
 
 def test_a_mean_over_nothing_is_absent() -> None:

@@ -22,6 +22,7 @@ for gid in string.gmatch(gids, '%S+') do
 end
 for i = 4, #ARGV, 2 do redis.call('HSET', key, 'result:' .. (i - 4) / 2, ARGV[i + 1]) end
 redis.call('HSET', key, 'trained', 1)
+redis.call('HSETNX', key, 'numbers', '')
 redis.call('HINCRBY', run, 'trained', num_trained)
 redis.call('HINCRBY', run, 'step', 1)
 redis.call('HSET', run, 'algorithm_state', ARGV[3])

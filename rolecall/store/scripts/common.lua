@@ -6,7 +6,7 @@
 --
 --   run            hash    ctl, holder, beat, lineage, lineage_gid, step, published_step, policy_version, begun_version, begun_step,
 --                          epoch, next_gid, cursor, admitted, trained, dropped:<reason>, failed:<reason> (gids of the newest dead letters), freed_step, paused,
---                          algorithm_state, evaluated_step, server (its replication id), mark (writes of controllers), set_back, id (no other ledger has it, also none of this
+--                          algorithm_state, evaluated_step, reported_step, server (its replication id), mark (writes of controllers), set_back, id (no other ledger has it, also none of this
 --                          run's name: delivery counts are compared within it)
 --   prompts        stream  admitted groups, one entry each (gid, group, traceparent); consumer group `rollout`
 --   trajectories   stream  committed groups, one entry each (gid, group); read by position, no consumer group
@@ -15,7 +15,7 @@
 --                          admit_published_step, batch; deleted when the group is dropped, or its batch freed
 --   suspects       hash    entry of prompts -> most groups a worker may hold while it holds this one: of groups whose worker died; until they end
 --   played         hash    entry of prompts -> name of the environment that its group is played in; until they end
---   batch:<step>   hash    sealed batch: group (TrainBatch), digest, gids, trained, result:<i>; before that, begun: gids trainers were asked about
+--   batch:<step>   hash    sealed batch: group (TrainBatch), digest, gids, trained, numbers, result:<i>; before that, begun: gids trainers were asked about
 --   w:<consumer>   hash    version, digest, epoch of the attested weights; call and ids of the last claim
 --   versions       hash    policy version -> '<step> <digest> <ctl>', attested ones only
 --   rates          hash    prompt uid -> '<gid> <success rate>': the rate after that group; only with a curriculum

@@ -33,7 +33,7 @@ first = math.max(number(run, 'next_gid', 0), first) + (lost and 1000000 or 0)
 local version = math.max(highest('begun_version', ARGV[5]), number(run, 'policy_version', -1))
 redis.call('HSET', run, 'lineage', ARGV[2], 'lineage_gid', first, 'next_gid', first, 'step', ARGV[3], 'freed_step', ARGV[3], 'published_step', -1,
   'begun_version', version + 1, 'begun_step', -1, 'epoch', highest('epoch', ARGV[6]) + (lost and 1000000 or 0), 'cursor', ARGV[7], 'trained', ARGV[8], 'admitted', admitted, 'algorithm_state', ARGV[9],
-  'evaluated_step', ARGV[10])
+  'evaluated_step', ARGV[10], 'reported_step', ARGV[3])
 redis.call('HDEL', run, 'set_back')
 redis.call('XADD', history, '*', 'event', 'lineage', 'lineage', ARGV[2], 'step', ARGV[3], 'first_gid', first, 'trained', ARGV[8], unpack(ARGV, 11))
 return {'OK', first}

@@ -18,6 +18,7 @@ from rolecall.store.budget import PromptBytes, batch_bytes
 from rolecall.store.ledger import Ledger
 from rolecall.store.position import RunPosition, Snapshot
 from rolecall.store.rows import Rows
+from rolecall.telemetry import Metrics
 from rolecall.v1 import training_pb2, trajectory_pb2
 from services.controller.durable.in_flight import READ_COUNT, decode_prompts
 from services.controller.durable.run_point import Checkpoints, RunPoint
@@ -88,6 +89,7 @@ class Recovery:
             live={group.gid: group.admit_published_step for group in snapshot.groups},
             backlog=_backlog(snapshot.position, latest[1] if latest else None),
             retained_bytes=await self.threads.call(self._retained_bytes, snapshot.position),
+            untold=await self.threads.call(self._untold, snapshot.position),
             policy_version=max(snapshot.position.begun_version, snapshot.position.policy_version, *versions),
         )
 
@@ -236,6 +238,11 @@ class Recovery:
     def _retained_bytes(self, position: RunPosition) -> int:
         batches = [self.ledger.sealed(step) for step in range(position.freed_step, position.step)]
         return sum(batch_bytes(self.settings, batch, self.prompt_bytes) for batch in batches if batch is not None)
+
+    def _untold(self, position: RunPosition) -> dict[int, Metrics]:
+        steps = range(max(position.freed_step, position.reported_step), position.step)
+        found = ((step + 1, self.ledger.numbers(step)) for step in steps)
+        return {step: Metrics.from_proto(numbers) for step, numbers in found if numbers is not None}
 
 
 def _was_cut_short(

@@ -126,7 +126,8 @@ class PolicyPublisher:
         while num_failed < MAX_ATTEMPTS:
             if not await self._some_live(give_up_at, is_ending):
                 return Metrics()
-            members = [rollout for rollout in self._fleet.rollouts() if rollout.consumer not in excluded]
+            living = self._fleet.rollouts()
+            members = [rollout for rollout in living if rollout.consumer not in excluded]
             # they may be dying, or late: asked again until one takes the weights or the fleet gives them up
             if not members:
                 excluded.clear()
@@ -135,7 +136,9 @@ class PolicyPublisher:
             publish_s, left_s = self._settings.weights.publish_timeout_s, give_up_at - time.monotonic()
             try:
                 async with asyncio.timeout(min(publish_s, left_s)):
-                    return await self._attempt(members, self._publish_once(step, members))
+                    metrics = await self._attempt(members, self._publish_once(step, members))
+                    metrics.sum("publish/left_out", len(living) - len(members))
+                    return metrics
             except AttemptFailed as failed:
                 causes = str(failed)
                 again = f"without {sorted(failed.culprits)}" if failed.culprits else "with the same"
@@ -246,5 +249,5 @@ def _metrics(sent: actor_pb2.PublishWeightsResponse, version: int, time_s: float
     metrics.max("publish/wire_bytes", sent.wire_bytes)
     metrics.max("publish/mb_per_s", sent.num_bytes / max(sent.transfer_s, 1e-9) / 1e6)
     metrics.max("publish/policy_version", version)
-    metrics.max("publish/left_out", num_left_out)
+    metrics.sum("publish/left_out", num_left_out)
     return metrics
