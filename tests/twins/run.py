@@ -131,8 +131,8 @@ class Life(NamedTuple):
         return status
 
     async def reaches(self, step: int) -> None:
-        """Returns when the run has applied `step` steps."""
-        await self.shows(lambda status: status.step >= step)
+        """Returns when the run has applied `step` steps, and goes on from there."""
+        await self.shows(lambda status: status.step >= step and status.state != controller_pb2.RUN_STATE_STARTING)
 
     async def saved(self) -> controller_pb2.SaveCheckpointResponse:
         """Returns when a checkpoint was made."""
