@@ -7,9 +7,7 @@ Pure functions. What is wrong with a reward, rolecall/scoring/description.py say
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from numbers import Real
-
-import numpy as np
+from typing import SupportsFloat
 
 from rolecall.data.json_text import parse_json
 from rolecall.environment.env import (
@@ -285,7 +283,7 @@ def _tool(tool: object) -> environment_pb2.Tool:
 
 
 def _number(value: object) -> float:
-    if not isinstance(value, Real | np.bool_):
+    if not isinstance(value, SupportsFloat):  # arrays and tensors of one number, too, and no text
         raise EpisodeLostError(
             f"the environment gave a {type(value).__name__} as a reward; give a number, or a Score of numbers"
         )

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 import grpc
+import numpy as np
 
 from rolecall.errors import DeadlineError, RateLimitedError, RoleCallError, ScorerError
 from rolecall.rpc import deadlines
@@ -249,7 +250,8 @@ def algorithm_problem(algorithm: AlgorithmSection, spec: reward_pb2.DescribeResp
             "scorer says of it; set algorithm.shaping.clip_min: 0, or use another estimator"
         )
     highest = reward.max if reward.HasField("max") and not spec.token_rewards else math.inf
-    if isinstance(advantage, PassAtKAdvantage) and highest < advantage.solved_at:
+    # in float32, as rewards are: weights such as .01, .29 and .7 make 1 there
+    if isinstance(advantage, PassAtKAdvantage) and np.float32(highest) < advantage.solved_at:
         return (
             f"algorithm.advantage pass_at_k takes a response for right from {advantage.solved_at:g} on, and the scorer "
             f"says {highest:g} at most; raise the weights under reward.components, or use another estimator"

@@ -104,7 +104,7 @@ class RunBoard:
     def applied(self, step: int, metrics: Metrics) -> None:
         """`step` steps are applied, or more of which no report has told yet; `metrics` are those of the last."""
         self.step, self.step_metrics = max(self.step, step), metrics
-        self.move(self.state)
+        self.move(self.state, self.waiting_for)
 
     def evaluated(self, metrics: Metrics) -> None:
         """The policy was evaluated."""

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 PROFILE_TIMEOUT_S = 24 * 3600.0
 """Deadline of a profile, which waits for the next steps, and in a paused run for its going on."""
-TELL_LEASES = 3
+TELL_LEASES = 2
 """Leases of patience with a worker that has not heard of the run's end: on a busy machine heartbeats come late."""
 COUNTS_S = 2.0
 """Longest wait for the store's counts in an answer about the run: shorter than any caller's deadline."""
@@ -165,6 +165,7 @@ class ControllerRun:
                 return await self._require_saved()
             await shifts.to_training(ctl)
         budget.recovered()
+        self._board.states.enter("recovering" if recovering else "starting")  # no more paused: its roles are here
         recovered = await self._recovery.run(ctl)
         await shifts.to_publishing(ctl)
         if shifts.are_taken and not await self._wait_for_roles(then):

@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -40,23 +41,27 @@ class WorkerSetup(Section):
 
 
 class Printed(io.TextIOWrapper):
-    """A stdout for users' functions, which may print something for each response: all of it would fill a disk."""
+    """A stdout for users' functions, which may print something for each response: all of it would fill a disk. No
+    reward depends on it: what cannot be written is lost.
+    """
 
     num_chars = 0
     """Characters that the present call has printed."""
 
     def write(self, text: str) -> int:
         """Passes on what the call may still print."""
-        super().write(text[: max(0, MAX_PRINTED_CHARS - self.num_chars)])
+        with suppress(OSError):  # a full disk, say
+            super().write(text[: max(0, MAX_PRINTED_CHARS - self.num_chars)])
         self.num_chars += len(text)
         return len(text)
 
     def end_call(self) -> None:
         """Tells how much was left out, and begins anew."""
-        if (num_left_out := self.num_chars - MAX_PRINTED_CHARS) > 0:
-            super().write(f"\n[{num_left_out:,} more characters were printed]\n")
-        self.num_chars = 0
-        self.flush()
+        num_left_out, self.num_chars = self.num_chars - MAX_PRINTED_CHARS, 0
+        with suppress(OSError, ValueError):  # ValueError: a user's module closed it, or took its buffer
+            if num_left_out > 0:
+                super().write(f"\n[{num_left_out:,} more characters were printed]\n")
+            self.flush()
 
 
 def main() -> int:
@@ -75,6 +80,7 @@ def main() -> int:
             for component, payload in buffer.feed(data):
                 if not ready:
                     scorers, ready = _set_up(payload, answers, runner), True
+                    printed.end_call()
                     continue
                 results = scorers[component].score(reward_pb2.ScoreRequest.FromString(payload).items)
                 printed.end_call()

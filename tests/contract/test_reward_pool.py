@@ -191,6 +191,20 @@ async def test_a_function_may_print_and_read_without_touching_the_protocol(start
     assert codes(await pool.score("f", items_of("print", "read", "print", "fine"))) == ["ok"] * 4
 
 
+@pytest.mark.parametrize(
+    "taken", ["codecs.getwriter('utf-8')(sys.stdout.detach())", "sys.stdout.close() or sys.stderr"]
+)
+async def test_a_module_that_takes_or_closes_its_stdout_scores_as_others_do(
+    start_pool: StartPool, tmp_path: Path, taken: str
+) -> None:
+    (tmp_path / "conf").mkdir(exist_ok=True)
+    (tmp_path / "conf" / "taking.py").write_text(
+        f"import codecs, sys\n\nsys.stdout = {taken}\n\ndef one(item):\n    print(item)\n    return 1.0\n"
+    )
+    pool = await start_pool(num_workers=1, f=FunctionScorer(target="taking:one", min=0, max=1))
+    assert codes(await pool.score("f", items_of("a", "b"))) == ["ok"] * 2
+
+
 async def test_of_what_a_call_prints_the_first_part_alone_reaches_the_log(
     start_pool: StartPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -166,6 +166,7 @@ def test_an_estimator_of_right_and_wrong_takes_no_scorer_whose_range_it_cannot_r
     pass_at_2: dict[str, object] = {"kind": "pass_at_k", "k": 2}
     assert "right from 1 on, and the scorer says 0.8 at most" in against(pass_at_2, spec(0, 0.8))
     assert not against(pass_at_2, spec(0, 1))
+    assert not against(pass_at_2, spec(0, math.fsum([0.01, 0.29, 0.7])))  # 1 in float32, as rewards are
     assert not against(pass_at_2, spec(0, 0.8, token_rewards=True))
 
 
