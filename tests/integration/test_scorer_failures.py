@@ -182,12 +182,16 @@ def external(address: str, timeout_s: float = PATIENT_S) -> dict[str, Any]:
 
 
 def reward_columns(store: StoreUnderTest, group: CommittedGroup) -> int:
-    """How many reward columns the group's rows have, read past our own code."""
-    found = 0
-    for ref in group.rows:
-        (key,) = list(store.connection.ledger.scan_iter(f"{{rl:{store.run}:*row:{ref.id}:*"))
-        found += sum(bool(store.connection.ledger.hexists(key, column)) for column in REWARD_COLUMNS)
-    return found
+    """How many reward columns the group's rows have, read past our own code but for its patience with a busy store."""
+
+    def count() -> int:
+        found = 0
+        for ref in group.rows:
+            (key,) = list(store.connection.ledger.scan_iter(f"{{rl:{store.run}:*row:{ref.id}:*"))
+            found += sum(bool(store.connection.ledger.hexists(key, column)) for column in REWARD_COLUMNS)
+        return found
+
+    return store.connection.attempt(count)
 
 
 def new_group(store: StoreUnderTest) -> CommittedGroup:
