@@ -316,7 +316,9 @@ def oracle_training(
     model = AutoModelForCausalLM.from_pretrained(
         bench.models[kind], attn_implementation="eager", dtype=torch.float32
     ).eval()
-    matrices, vectors = [p for p in model.parameters() if p.ndim >= 2], [p for p in model.parameters() if p.ndim < 2]
+    # gpt-oss stacks its experts' biases: two dimensions, and no matrix
+    named = [(parameter, parameter.ndim < 2 or name.endswith("bias")) for name, parameter in model.named_parameters()]
+    matrices, vectors = [p for p, is_vector in named if not is_vector], [p for p, is_vector in named if is_vector]
     groups = [{"params": matrices, "weight_decay": ADAMW.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=ADAMW.learning_rate, betas=ADAMW.betas, eps=ADAMW.eps)
     losses, norms = [], []
