@@ -236,6 +236,14 @@ def test_experts_of_a_dense_model_are_refused(models: dict[str, Path]) -> None:
         num_adapter_parameters(models["tied"], EXPERTS)
 
 
+def test_an_adapter_without_experts_begins_none_with_them(models: dict[str, Path], tmp_path: Path) -> None:
+    section = EXPERTS.model_copy(update={"experts": False})
+    checkpoint_rig.save(make_engine(models["moe"], section=section), tmp_path / "saved")
+    start = checkpoint_rig.exported(tmp_path / "saved") / "adapter"
+    with pytest.raises(ConfigError, match=r"has experts False, actor\.lora\.experts is True; write the adapter's"):
+        make_engine(models["moe"], section=EXPERTS.model_copy(update={"start": start}))
+
+
 def test_muon_takes_the_adapters_of_matrices_and_adamw_those_of_experts(models: dict[str, Path]) -> None:
     muon = OptimizerSection(kind="muon", learning_rate=1e-2)
     options = EngineOptions(path=models["moe"], head="policy", dtype="float32", optimizer=muon, lora=EXPERTS)

@@ -131,7 +131,7 @@ def test_experts_with_adapters_are_left_out_of_the_graphs(
         with caplog.at_level(logging.WARNING, "torch._dynamo"):
             losses += [train_step(engine, make_rows(4), token_budget=64, seed=step)["loss"] for step in range(2)]
     assert losses[2:] == pytest.approx(losses[:2], rel=1e-4)
-    assert counters["stats"]["unique_graphs"] > 0
+    assert 0 < counters["stats"]["unique_graphs"] < 15, "with peft's sums and the experts they were 21"
     assert not caplog.records, "a graph could not be compiled, or was made again and again"
 
 

@@ -35,7 +35,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection
 from rolecall.training.account.flops import AttentionCost, CostModel, ModelFlops, count_flops
 from rolecall.training.model.attention.packed import NAME
-from rolecall.training.model.lora import add_adapters
+from rolecall.training.model.lora import add_adapters, is_adapter, stacked_experts
 from rolecall.training.model.packed_model import Head, PackedModel, PolicyModel, build_model
 
 SIZES = {
@@ -143,6 +143,27 @@ def test_adapters_cost_what_torch_counts_when_their_base_is_frozen(tmp_path: Pat
         expected = counted(config, num_tokens, adapt)
         assert (square(flops.forward, num_tokens), square(flops.update, num_tokens)) == expected
     assert flops.update.per_token < 2.5 * flops.forward.per_token
+
+
+def test_adapters_of_experts_cost_a_token_what_experts_that_train_do(tmp_path: Path) -> None:
+    config = CONFIGS["experts"]
+    attention = LoraSection(rank=3, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
+    config.save_pretrained(tmp_path)
+    model = build_model(tmp_path, "policy", torch.float32)
+    add_adapters(model, attention.model_copy(update={"experts": True}), "actor.lora")
+    flops = count_flops(model)
+    trained = {name for name, parameter in model.hf.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in model.hf.named_parameters() if is_adapter(name)}
+
+    def adapt(hf: PreTrainedModel) -> None:
+        add_adapters(PackedModel(hf), attention, "actor.lora")
+        hf.to_empty(device="cpu")
+        for name in stacked_experts(hf):
+            hf.get_parameter(name).requires_grad_(True)
+
+    for num_tokens in (3, 11):
+        expected = counted(config, num_tokens, adapt)
+        assert (square(flops.forward, num_tokens), square(flops.update, num_tokens)) == expected
 
 
 def test_windows_are_told_apart(tmp_path: Path) -> None:
