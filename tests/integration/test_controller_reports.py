@@ -13,6 +13,7 @@ import pytest
 from rolecall.errors import StoreUnavailableError, UnavailableError
 from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
+from rolecall.telemetry import Metrics
 from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
 from services.controller.board import RunBoard
 from services.controller.loop import Loop
@@ -171,11 +172,18 @@ def test_a_step_whose_controller_dies_around_its_commit_is_told_with_what_was_kn
     assert whole.keys() - lost.keys() == of_the_end - {"time/generation_s", "time/scoring_s"}
 
 
+def test_a_step_that_is_told_late_takes_neither_the_run_back_nor_what_it_waits_for() -> None:
+    board = RunBoard()
+    board.begin(5)
+    board.wait_for("rollouts", "publishing")
+    board.applied(4, Metrics())
+    assert (board.step, board.waiting_for) == (5, "rollouts")
+
+
 def test_a_process_that_told_a_step_and_could_not_note_it_does_not_tell_it_again(
     run: DiaryRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing_once(ledger: Ledger, step: int) -> None:
-        monkeypatch.undo()
+    def failing(ledger: Ledger, step: int) -> None:
         raise StoreUnavailableError("the store did not answer")
 
     boards: list[RunBoard] = []
@@ -190,10 +198,11 @@ def test_a_process_that_told_a_step_and_could_not_note_it_does_not_tell_it_again
 
     run.diary.may_log.set()
     run.make_loop = OfOneProcess
-    monkeypatch.setattr(Ledger, "reported", failing_once)
-    with pytest.raises(StoreUnavailableError):
-        run.runner.run(asyncio.wait_for(run.live(2), WAIT_S))
-    assert run.ledger.position().reported_step in (0, 2), "the next report may have been made"
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger, "reported", failing)
+        with pytest.raises(StoreUnavailableError):
+            run.runner.run(asyncio.wait_for(run.live(2), WAIT_S))
+    assert run.ledger.position().reported_step == 0
     run.runner.run(asyncio.wait_for(run.live(1), WAIT_S))
     assert run.diary.steps == [*range(1, run.ledger.position().step + 1)]
 

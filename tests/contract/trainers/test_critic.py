@@ -104,6 +104,7 @@ async def test_its_own_optimizer_trains_it_and_goes_on_from_a_checkpoint_as_it_w
         one = TrainRequest(ctl=ctl, step=1, digest=batches.sealed(1).digest)
         expected = values_of(await train(critic, one))
     assert values_of(first)["critic/learning_rate"] == pytest.approx(1e-2 * (1 + 2) / 2 / 4), "in its warm-up"
+    assert expected["critic/learning_rate"] == pytest.approx(1e-2 * (3 + 4) / 2 / 4), "which ends within this step"
     async with served_critic(settings, store) as (_, critic):
         await critic.LoadCheckpoint(LoadTrainerCheckpointRequest(ctl=ctl, path=path, files=files), timeout=30)
         again = values_of(await train(critic, one))
