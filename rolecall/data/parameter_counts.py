@@ -12,6 +12,11 @@ from rolecall.data.megatron.stages import rank_parameters
 from rolecall.data.model_files import ModelFacts, read_model
 from rolecall.settings import LoraSection, RunSettings
 
+UPDATED_AT_A_TIME = 2**28
+"""Most parameters, of all ranks together, whose moments a step has on the device at a time where they live on the host;
+a tensor that is larger is alone there.
+"""
+
 
 @dataclass(frozen=True)
 class ParameterCounts:
@@ -23,6 +28,8 @@ class ParameterCounts:
     """Parameters of a base beneath adapters or of a vision tower that stays as it is, in model.dtype; 0: all are
     trained.
     """
+    at_a_time: int
+    """Most parameters whose moments are on the device at a time with optimizer.offload."""
 
 
 def actor_parameters(settings: RunSettings, facts: ModelFacts) -> ParameterCounts:
@@ -36,7 +43,7 @@ def critic_parameters(settings: RunSettings, facts: ModelFacts) -> ParameterCoun
     """
     critic = settings.critic
     if critic is None:
-        return ParameterCounts(0, 0)
+        return ParameterCounts(0, 0, 0)
     if critic.path is not None:
         facts = read_model(critic.path, "critic.path")
     return _counts(settings, facts, critic.path or settings.model.path, critic.lora, "critic.lora")
@@ -59,5 +66,7 @@ def _counts(
 ) -> ParameterCounts:
     if lora is None:
         frozen = facts.num_tower_parameters if settings.freezes_vision_tower else 0
-        return ParameterCounts(facts.num_parameters - frozen, frozen)
-    return ParameterCounts(num_adapter_parameters(path, lora, setting), facts.num_parameters)
+        trained = facts.num_parameters - frozen
+    else:
+        frozen, trained = facts.num_parameters, num_adapter_parameters(path, lora, setting)
+    return ParameterCounts(trained, frozen, min(trained, max(UPDATED_AT_A_TIME, facts.largest_layer)))

@@ -26,8 +26,8 @@ SLOT_BYTES = 64 * 2**20
 """What the actor keeps of its GPU for weights on their way (rolecall/weights/shared_memory/device_slots.py)."""
 BUCKETS = 3
 """Buckets that each end of a transfer has in hand (rolecall/weights/transfer.py)."""
-_MASTER, _MOMENTS = 4, 12
-"""Bytes per trained parameter: the float32 weight; its gradient and two moments."""
+_MASTER, _GRADIENT, _MOMENTS = 4, 4, 8
+"""Bytes per trained parameter: the float32 weight, its gradient, and two moments."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,12 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
     weights, shared = facts.num_parameters * size, set(actor.devices)
     references = {name: section for name, section in settings.references.items() if shared & set(section.devices)}
 
-    def moments(optimizer: OptimizerSection) -> int:
-        return 0 if trains_nothing(settings) else 4 if optimizer.offload else _MOMENTS
-
-    def bytes_of(counts: ParameterCounts, per_trained: int) -> float:
-        return counts.frozen * size + counts.trained * per_trained
+    def in_a_step(counts: ParameterCounts, optimizer: OptimizerSection) -> float:
+        """Bytes of gradients, and of the moments that are on the device at a time."""
+        if trains_nothing(settings):
+            return 0
+        num_moments = counts.at_a_time if optimizer.offload else counts.trained
+        return counts.trained * _GRADIENT + num_moments * _MOMENTS
 
     def state_of(
         section: TrainerSection, counts: ParameterCounts, optimizer: OptimizerSection, setting: str, path: Path | None
@@ -130,8 +131,8 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
         if actor.backend == "megatron":
             most = rank_parameters(path or settings.model.path, section, actor.megatron, setting)
             return most.parameter_bytes(size), most.trained_bytes(size)
-        shards, per_trained = section.num_shards, _MASTER + moments(optimizer)
-        return bytes_of(counts, _MASTER) / shards, bytes_of(counts, per_trained) / shards
+        held = counts.frozen * size + counts.trained * _MASTER
+        return held / section.num_shards, (held + in_a_step(counts, optimizer)) / section.num_shards
 
     def held_by(name: str) -> float:
         return reference_held(settings, name, facts) * size

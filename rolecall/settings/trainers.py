@@ -45,8 +45,8 @@ class OptimizerSection(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
     offload: bool = False
-    """Keep the moments in host memory but for the step itself: the activations get their place, and every step moves
-    them there and back.
+    """Keep the moments in host memory: parameters and activations get their place, and every step moves them to the
+    device and back, over FSDP2 those of a few parameters at a time, over Megatron-Core all of them.
     """
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Decay after warm-up, to min_learning_rate at the run's end: none, linear, half a cosine, or none until a linear

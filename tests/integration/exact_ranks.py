@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from rolecall.algorithms.aggregation import Counts
 from rolecall.algorithms.selection import token_keys
 from rolecall.columns import ROUTED_EXPERTS
+from rolecall.data.parameter_counts import UPDATED_AT_A_TIME
 from rolecall.errors import RoleCallError
 from rolecall.settings import (
     Aggregation,
@@ -38,6 +39,7 @@ from rolecall.settings import (
 )
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Loss, Microbatch, TokenOutputs, ValueOutputs
+from rolecall.training.fsdp import optimizer as fsdp_optimizer
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.model.box import whole
 from rolecall.training.model.logits.logprobs import Wanted
@@ -115,6 +117,8 @@ class Job:
     dtype: Literal["float32", "bfloat16"] = "float32"
     optimizer: dict[str, Any] | None = None
     """Of training; absent: gradients are computed and nothing is changed."""
+    at_a_time: int = UPDATED_AT_A_TIME
+    """Parameters whose moments are on the device at a time, where they live on the host."""
     num_steps: int = 1
     start: str | None = None
     """Folder of a checkpoint to go on from."""
@@ -221,6 +225,7 @@ class Rank:
     def answer(self, job: Job) -> dict[str, Any]:
         """This rank's part of an Answer. A collective."""
         engine = self._engine(job)
+        fsdp_optimizer.UPDATED_AT_A_TIME = job.at_a_time  # type: ignore[attr-defined]
         if job.start is not None:
             checkpoint_rig.load(engine, Path(job.start))
         rows, temperatures = read_rows(Path(job.rows))

@@ -1,6 +1,6 @@
 """Optimizers over sharded parameters, and state and activations that wait on the host: none of it changes a number."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rolecall.training.model.box import local_part
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack
+from rolecall.training.serving.hooks import nothing
 from rolecall.training.state.learning_rate import learning_rate
 from tests import checkpoint_rig
 from tests.integration.exact_ranks import Answer, Job, Ranks, living_ranks, write_rows
@@ -60,11 +61,12 @@ def rows() -> list[Row]:
     return make_rows(60)
 
 
-def make_engine(path: Path, optimizer: dict[str, Any] | None = None, **more: Any) -> FsdpEngine:
+def make_engine(
+    path: Path, optimizer: dict[str, Any] | None = None, progressed: Callable[[], None] = nothing, **more: Any
+) -> FsdpEngine:
     section = OptimizerSection.model_validate(optimizer or {"learning_rate": 1e-3, "weight_decay": 0.1})
-    return FsdpEngine(
-        EngineOptions(path=path, head="policy", dtype="float32", optimizer=section, total_steps=8, **more), device=CPU
-    )
+    options = EngineOptions(path=path, head="policy", dtype="float32", optimizer=section, total_steps=8, **more)
+    return FsdpEngine(options, device=CPU, progressed=progressed)
 
 
 def add_gradients(engine: FsdpEngine, rows: list[Row]) -> None:
@@ -230,25 +232,65 @@ def local_bytes(engine: FsdpEngine, part: StatePart) -> int:
     return sum(local_part(tensor).untyped_storage().nbytes() for tensor in engine._part(part).values())
 
 
-def test_moments_that_live_on_the_host_train_and_are_kept_alike(
-    models: dict[str, Path], rows: list[Row], tmp_path: Path
+class MostMoments:
+    """The most bytes of moments that an engine was seen to have on its device."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.engine: FsdpEngine | None = None
+
+    def look(self) -> None:
+        """Called whenever the engine got on."""
+        if self.engine is not None:
+            self.num_bytes = max(self.num_bytes, local_bytes(self.engine, "optimizer"))
+
+
+@pytest.mark.parametrize("optimizer", [{"learning_rate": 1e-3, "weight_decay": 0.1}, MUON], ids=["adamw", "muon"])
+def test_moments_that_live_on_the_host_are_on_the_device_a_portion_at_a_time(
+    models: dict[str, Path],
+    rows: list[Row],
+    optimizer: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    section = {"learning_rate": 1e-3, "weight_decay": 0.1}
-    still, away = make_engine(models["dense"], section), make_engine(models["dense"], section | {"offload": True})
-    resumed = make_engine(models["dense"], section | {"offload": True})
+    at_a_time = 20_000
+    monkeypatch.setattr("rolecall.training.fsdp.optimizer.UPDATED_AT_A_TIME", at_a_time)
+    seen = MostMoments()
+    path, offloaded = models["dense"], optimizer | {"offload": True}
+    still = make_engine(path, optimizer)
+    away, resumed = (make_engine(path, offloaded, progressed=seen.look) for _ in range(2))
     for step in range(3):
         for engine in (still, away):
+            seen.engine = away
             add_gradients(engine, rows)
             engine.step()
         assert local_bytes(away, "optimizer") == 0
         if step == 1:
             checkpoint_rig.save(away, tmp_path / "away")
+            seen.engine = resumed
             checkpoint_rig.load(resumed, tmp_path / "away")
             assert local_bytes(away, "optimizer") == local_bytes(resumed, "optimizer") == 0
     add_gradients(resumed, rows)
     resumed.step()
     assert_equal(weights_of(away), weights_of(still))
     assert_equal(weights_of(resumed), weights_of(still))
+    largest = max(parameter.numel() for parameter in still._model.parameters())
+    assert 0 < seen.num_bytes <= 8 * max(at_a_time, largest) < local_bytes(still, "optimizer") / 2
+    checkpoint_rig.load(still, tmp_path / "away")  # which has them on its device
+    add_gradients(still, rows)
+    still.step()
+    assert_equal(weights_of(still), weights_of(away))
+
+
+@pytest.mark.thorough("test_moments_that_live_on_the_host_are_on_the_device_a_portion_at_a_time")
+@pytest.mark.parametrize("optimizer", [{"learning_rate": 1e-3, "weight_decay": 0.1}, MUON], ids=["adamw", "muon"])
+def test_two_ranks_take_their_moments_from_the_host_in_the_same_portions(
+    models: dict[str, Path], rows: list[Row], ranks: Ranks, optimizer: dict[str, Any], tmp_path: Path
+) -> None:
+    more = {"num_steps": NUM_STEPS, "at_a_time": 20_000}
+    _, expected = ask(ranks, models["moe"], rows, tmp_path, optimizer=optimizer, **more)
+    _, weights = ask(ranks, models["moe"], rows, tmp_path, optimizer=optimizer | {"offload": True}, **more)
+    assert_equal(weights, expected)
 
 
 def test_state_on_the_host_takes_no_memory_and_comes_back_bit_for_bit(models: dict[str, Path], rows: list[Row]) -> None:

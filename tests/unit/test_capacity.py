@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from rolecall.commands.check.capacity import check_capacity, host_memory_bytes
 from rolecall.commands.check.footprint import memory_and_disk
 from rolecall.data.model_files import ModelFacts, read_model
+from rolecall.data.parameter_counts import UPDATED_AT_A_TIME
 from rolecall.data.shift_plan import (
     CONTEXT_BYTES,
     GRAPHS_BYTES,
@@ -63,7 +64,7 @@ def test_roles_on_gpus_are_held_against_the_memory_of_each(make_settings: MakeSe
     with pytest.raises(
         ConfigError,
         match=r"actor needs at least 104.3 GiB on GPU 0, and no GPU of this machine has more than 80.0 GiB; "
-        r"use more GPUs for it",
+        r"use more GPUs for it, actor.optimizer.offload, a smaller model",
     ):
         lines(make_settings(actor={"devices": [0]}, rollout=rollout))
     lines(make_settings(actor={"devices": [0], "optimizer": {"offload": True}}, rollout=rollout))
@@ -144,7 +145,7 @@ def test_a_shared_gpu_is_held_against_each_shift_with_the_bytes_that_are_missing
     )
     with pytest.raises(
         ConfigError,
-        match=r"they and a sleeping rollout take 115,489,660,928 bytes of each, 29,590,315,008 more than it has",
+        match=r"they and a sleeping rollout take 119,784,628,224 bytes of each, 33,885,282,304 more than it has",
     ):
         lines(both)
     kept = make_settings(
@@ -156,7 +157,12 @@ def test_a_shared_gpu_is_held_against_each_shift_with_the_bytes_that_are_missing
     with pytest.raises(ConfigError, match=r"critic needs at least 104\.3 GiB on GPU 0"):
         lines(kept)
     moments = [plan_shifts(one, SEVEN_B, gpu_memory_bytes()).training for one in (kept, both)]
-    assert moments[0] - moments[1] == 8 * 7e9, "the critic's"
+    assert moments[0] - moments[1] == 8 * (7e9 - UPDATED_AT_A_TIME), "the critic's, but for those of a step"
+    alone = make_settings(actor={"devices": [0], "optimizer": {"offload": True}}, rollout={"devices": [[0]]})
+    lines(alone)
+    wide = replace(SEVEN_B, largest_layer=10**9)
+    larger, small = (plan_shifts(alone, facts, gpu_memory_bytes()).trained for facts in (wide, SEVEN_B))
+    assert larger - small == 8 * (10**9 - UPDATED_AT_A_TIME), "a tensor that is larger is alone"
     lines(shared(2))
     with pytest.raises(
         ConfigError, match=r"while the actor publishes, its parameters \(14,000,000,000 bytes\), weights on"

@@ -131,7 +131,8 @@ def test_what_becomes_of_gathered_parameters_is_told_where_there_are_any(
 
 def test_moments_that_wait_on_the_host_are_told(config: Path) -> None:
     assert "moments, are in host memory" not in findings(load_settings(config))[1]
-    assert "moments, are in host memory" in findings(load_settings(config, ["actor.optimizer.offload=true"]))[1]
+    told = findings(load_settings(config, ["actor.optimizer.offload=true"]))[1]
+    assert "moments, are in host memory, and a step has at most" in told
     critic = ["algorithm.advantage={kind: gae}", "actor.optimizer.offload=true", "critic={}"]
     assert findings(load_settings(config, critic))[1].count("moments, are in host memory") == 2
     critic[-1] = "critic={optimizer: {offload: false}}"

@@ -137,12 +137,11 @@ def _check_state(stage: Stage) -> None:
 
 
 def _check_moments(stage: Stage) -> None:
-    """Two engines get the same gradients; the moments of one live on the host between steps."""
-    config = stage.config("0.6B", **stage.pick({"num_hidden_layers": 4}, {}))
+    """Two engines get the same gradients; the moments of one live on the host, and a step has a portion of them."""
+    config, memory = stage.config("0.6B"), PhaseMemory(stage.device)
     path = write_zeros(stage.folder / "moments", config)
-    here, there = (
-        make_engine(stage, path, optimizer=_MOVING.model_copy(update={"offload": offload})) for offload in (False, True)
-    )
+    here = make_engine(stage, path, optimizer=_MOVING)
+    there = make_engine(stage, path, optimizer=_MOVING.model_copy(update={"offload": True}), memory=memory)
     rows = make_rows(stage.pick((600, 300), (12, 9)), config.vocab_size)
     microbatch, objective = packed(rows, stage.device), SftObjective(local_counts(rows))
     for _ in range(3):
@@ -152,8 +151,15 @@ def _check_moments(stage: Stage) -> None:
         for name, gradient in local_gradients(there).items():
             gradient.copy_(gradients[name])
         here.step()
-        there.step()
-    stage.found.require("the moments are on the device", there.num_bytes_away("optimizer") > 0)
+        wait_for(stage.device)
+        before = memory_bytes(stage.device)[0]
+        memory.take_peaks()
+        step_s = stage.seconds(there.step)
+        rise = memory.take_peaks()["optimizer"] - before
+    num_bytes = there.num_bytes_away("optimizer")
+    stage.found.require("the moments are on the device", num_bytes > 0)
+    stage.found.figure("GB/s of moments to the device and back, in a step", 2 * num_bytes / step_s / 1e9)
+    stage.found.at_most("moments on the device in a step, of all", rise / num_bytes, 0.5, on_device=True)
     theirs = local_parameters(there)
     stage.found.require(
         "moments on the host make other weights",

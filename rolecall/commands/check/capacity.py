@@ -34,6 +34,8 @@ class Need:
     num_bytes: float
     devices: tuple[int, ...]
     """The GPU it computes on; empty: CPUs."""
+    lighter: str = ""
+    """A setting by which it would need less, and a comma."""
 
 
 def host_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -65,7 +67,7 @@ def check_capacity(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             raise ConfigError(
                 f"{need.who} needs at least {in_bytes(need.num_bytes)} on GPU {need.devices[0]}, and no GPU of this "
                 f"machine has more than {in_bytes(largest)}; "
-                "use more GPUs for it, a smaller model or dtype, or lower rollout.kv_cache_bytes"
+                f"use more GPUs for it, {need.lighter}a smaller model or dtype, or lower rollout.kv_cache_bytes"
             )
     if settings.takes_shifts and settings.actor.devices:
         plan_shifts(settings, facts, gpus).require_room()
@@ -125,11 +127,11 @@ def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
     if settings.actor.address is None:
         counts = actor_parameters(settings, facts)
         acting = _trained_bytes(settings, settings.actor, settings.actor.optimizer, counts, "model.path", None)
-        needs += _ranks("actor", settings.actor, acting)
+        needs += _ranks("actor", settings.actor, acting, _lighter(settings, settings.actor.optimizer, "actor"))
     if settings.critic is not None and settings.critic.address is None and (own := settings.critic_optimizer):
         counts, path = critic_parameters(settings, facts), settings.critic.path
         valuing = _trained_bytes(settings, settings.critic, own, counts, "critic.path", path)
-        needs += _ranks("critic", settings.critic, valuing)
+        needs += _ranks("critic", settings.critic, valuing, _lighter(settings, own, "critic"))
     for name, section in settings.references.items():
         if section.address is None:
             needs += _ranks(f"reference {name}", section, reference_held(settings, name, facts) * size)
@@ -153,9 +155,13 @@ def _needs(settings: RunSettings, facts: ModelFacts) -> list[Need]:
     return needs
 
 
-def _ranks(who: str, section: TrainerSection, per_rank: float) -> list[Need]:
+def _lighter(settings: RunSettings, optimizer: OptimizerSection, role: str) -> str:
+    return f"{role}.optimizer.offload, " if settings.actor.backend == "fsdp" and not optimizer.offload else ""
+
+
+def _ranks(who: str, section: TrainerSection, per_rank: float, lighter: str = "") -> list[Need]:
     devices: list[tuple[int, ...]] = [(device,) for device in section.devices] or [()] * section.num_ranks
-    return [Need(who, per_rank + (0 if device else PROCESS_BYTES), device) for device in devices]
+    return [Need(who, per_rank + (0 if device else PROCESS_BYTES), device, lighter) for device in devices]
 
 
 def _trained_bytes(
@@ -167,14 +173,16 @@ def _trained_bytes(
     path: Path | None,
 ) -> float:
     """The least bytes on a rank, over Megatron-Core on the fullest: of a base in model.dtype and of float32 weights,
-    gradients and moments. Muon has half as many moments at the least, and moments may wait elsewhere.
+    gradients and moments. Muon has half as many moments at the least, and where they live in host memory a step has
+    some of them at a time.
     """
     size = 4 if settings.model.dtype == "float32" else 2
     if settings.actor.backend == "megatron":
         fullest = rank_parameters(path or settings.model.path, section, settings.actor.megatron, setting)
         return fullest.trained_bytes(size)
-    moments = 0 if optimizer.offload else 8 if optimizer.kind == "adamw" else 4
-    trained = counts.trained * (4 if trains_nothing(settings) else 8 + moments)
+    num_moments = counts.at_a_time if optimizer.offload else counts.trained
+    moments = num_moments * (8 if optimizer.kind == "adamw" else 4)
+    trained = counts.trained * 4 if trains_nothing(settings) else counts.trained * 8 + moments
     return (counts.frozen * size + trained) / section.num_shards
 
 

@@ -39,8 +39,8 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     actor = actor_parameters(settings, facts)
     acting = _trained_per_rank(settings, settings.actor, actor, "model.path", settings.model.path)
     yield (f"memory (estimates without activations): actor {in_bytes(acting)} per rank x {settings.actor.num_ranks}")
-    optimized = _optimized_per_rank(settings, settings.actor, actor, "model.path", settings.model.path)
-    yield from _moments(settings.actor.optimizer, optimized)
+    optimizer, path = settings.actor.optimizer, settings.model.path
+    yield from _moments(settings, settings.actor, optimizer, actor, "model.path", path)
     yield from _gathered(settings, weights)
     if settings.actor.lora is not None:
         published = "trained, published and kept" if settings.published_adapters is not None else "trained and kept"
@@ -63,8 +63,7 @@ def _critic(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         path = settings.critic.path or settings.model.path
         valuing = _trained_per_rank(settings, settings.critic, critic, "critic.path", path)
         yield f"  critic {in_bytes(valuing)} per rank x {settings.critic.num_ranks}"
-        optimized = _optimized_per_rank(settings, settings.critic, critic, "critic.path", path)
-        yield from _moments(optimizer, optimized)
+        yield from _moments(settings, settings.critic, optimizer, critic, "critic.path", path)
         if settings.critic.lora is not None:
             yield (
                 f"    its adapters: {critic.trained / 1e6:,.2f}M parameters and the value head are trained and kept; "
@@ -177,20 +176,27 @@ def _trained_per_rank(
     return rank_parameters(path, section, settings.actor.megatron, setting).trained_bytes(size)
 
 
-def _optimized_per_rank(
-    settings: RunSettings, section: TrainerSection, counts: ParameterCounts, setting: str, path: Path
-) -> float:
+def _moments(
+    settings: RunSettings,
+    section: TrainerSection,
+    optimizer: OptimizerSection,
+    counts: ParameterCounts,
+    setting: str,
+    path: Path,
+) -> Iterator[str]:
+    """Yields a line on what is in host memory of a trainer's state, where its moments live there."""
+    if not optimizer.offload:
+        return
     if settings.actor.backend == "fsdp":
-        return counts.trained / section.num_shards
-    return rank_parameters(path, section, settings.actor.megatron, setting).optimized
-
-
-def _moments(optimizer: OptimizerSection, num_parameters: float) -> Iterator[str]:
-    if optimizer.offload:
-        yield (
-            f"    of which at most {in_bytes(num_parameters * MOMENT_BYTES_PER_PARAMETER)}, moments, are in host "
-            "memory but for the step"
+        moments, at_a_time = (
+            in_bytes(num_parameters * MOMENT_BYTES_PER_PARAMETER / section.num_shards)
+            for num_parameters in (counts.trained, counts.at_a_time)
         )
+        there = f"host memory, and a step has at most {at_a_time} of them here at a time"
+    else:
+        optimized = rank_parameters(path, section, settings.actor.megatron, setting).optimized
+        moments, there = in_bytes(optimized * MOMENT_BYTES_PER_PARAMETER), "host memory but for the step"
+    yield f"    of which at most {moments}, moments, are in {there}"
 
 
 def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:

@@ -136,7 +136,7 @@ class FsdpEngine:
         self._read_parameters()
         self._model.train(trained)
         if options.optimizer is not None:
-            self._optimizer = Optimizer(self._model, options.optimizer)
+            self._optimizer = Optimizer(self._model, options.optimizer, self._on_host)
 
     def _add_adapters(self) -> str | None:
         """Adds adapters where they are trained, and returns the digest of what they stand beside; else None."""
@@ -215,7 +215,7 @@ class FsdpEngine:
         if self._optimizer is None or section is None:
             raise ConfigError("this engine is frozen; give it an optimizer to train it")
         self._shards.release()
-        self.onload()
+        self.onload("parameters", "gradients")
         had_moments = self.num_updates > 0  # else the passes before were measured without them
         scale = self._scale.value if self._scale is not None else 1.0
         norm = gradient_norm(self._model.parameters(), self.layout) / scale
@@ -239,7 +239,6 @@ class FsdpEngine:
         self._num_infinite.zero_()
         self._optimizer.zero_grad()
         self._progress.mark()
-        self._store_moments()
         kept = self._shards.num_bytes_kept
         if had_moments:
             self._shards.choose(self._held_bytes)
@@ -269,33 +268,31 @@ class FsdpEngine:
     def snapshot(self) -> checkpoint.Snapshot:
         """EngineState.snapshot."""
         self._shards.release()
-        self.onload("parameters", "optimizer")
+        self.onload("parameters")
         self._settle()
-        self._snapshot = snapshot = checkpoint.Snapshot(
+        self._snapshot = checkpoint.Snapshot(
             self._state(), self.device, self.layout.rank, self.layout.world_size, self._progressed
         )
-        self._store_moments()
-        return snapshot
+        return self._snapshot
 
     def load(self, storage: Storage, index: checkpoint.Index) -> None:
         """EngineState.load."""
         self._settle()
         self._shards.release()
-        self.onload()
+        self.onload("parameters", "gradients")
         counters = checkpoint.load(
             storage, index, self._state(), self.device, self.layout.rank, self.layout.world_size, self._progressed
         )
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
         if self._scale is not None:
             self._scale.restore(counters)
-        self._store_moments()
 
     def offload(self, *parts: StatePart) -> None:
         """EngineState.offload."""
         self._settle()
         self._shards.release()
         for part in parts or STATE_PARTS:
-            self._to_host(part)
+            self._on_host.take(part, {name: local_part(tensor) for name, tensor in self._part(part).items()})
         free_cached_memory(self.device)
 
     def onload(self, *parts: StatePart) -> None:
@@ -395,15 +392,6 @@ class FsdpEngine:
             flops += tower.total(images, windows)
         self.flops_done += flops / self._options.parallel.slot_size
 
-    def _store_moments(self) -> None:
-        """Sends the moments to the host where they live there between steps."""
-        if self._options.optimizer is not None and self._options.optimizer.offload:
-            self._settle()
-            self._to_host("optimizer")
-
-    def _to_host(self, part: StatePart) -> None:
-        self._on_host.take(part, [local_part(tensor) for tensor in self._part(part).values()])
-
     def _settle(self) -> None:
         """Lets the last snapshot copy what it has yet to copy: before anything is changed in place."""
         if self._snapshot is not None:
@@ -433,10 +421,14 @@ class FsdpEngine:
 
     def _parts(self) -> dict[str, checkpoint.Part]:
         tensors = {} if self._optimizer is None else self._optimizer.tensors()
+        parts = {}
+        for key, tensor in tensors.items():
+            there = self._on_host.lying("optimizer", key, local_part(tensor))
+            parts[key] = replace(self.layout.part(tensor), views=(there,))
         for name, parameter in self._model.hf.named_parameters():
             if parameter.requires_grad or self._options.lora is None:  # a frozen tower is part of an exported model
-                tensors[checkpoint.PARAMETER + name] = parameter
-        return {key: self.layout.part(tensor) for key, tensor in tensors.items()}
+                parts[checkpoint.PARAMETER + name] = self.layout.part(parameter)
+        return parts
 
     def _part(self, part: StatePart) -> dict[str, torch.Tensor]:
         """The tensors that the part is made of now."""

@@ -6,9 +6,11 @@
     adapters, which are no matrices
 
 Weight decay on matrices only. Not the learning rate (learning_rate.py) and not clipping, which needs all ranks.
+
+Moments that live in host memory are on the device for their own parameters' update alone, a portion after another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,16 +18,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from rolecall.data.parameter_counts import UPDATED_AT_A_TIME
 from rolecall.settings import OptimizerSection
+from rolecall.training.model.box import local_part
 from rolecall.training.model.lora import is_of_experts
 from rolecall.training.model.packed_model import PackedModel, layers
+from rolecall.training.state.host_copies import HostCopies
 
 
 class Optimizer:
     """The optimizer of one model: of those of its parameters that train."""
 
-    def __init__(self, model: PackedModel, section: OptimizerSection) -> None:
-        """`model` is sharded: what is kept for each parameter is sharded as it is."""
+    def __init__(self, model: PackedModel, section: OptimizerSection, on_host: HostCopies) -> None:
+        """`model` is sharded: what is kept for each parameter is sharded as it is. Those of it that are on the host are
+        in `on_host`.
+        """
+        self._on_host = on_host
+        self._offloads = section.offload
         self._names = {parameter: name for name, parameter in model.hf.named_parameters() if parameter.requires_grad}
         of_layers = {parameter for layer in layers(model) for parameter in layer.parameters() if parameter.ndim == 2}
         inner = {
@@ -51,27 +60,49 @@ class Optimizer:
             )
 
     def step(self, rate: float) -> None:
-        """Applies the gradients at learning rate `rate`. A collective with muon, which orthogonalizes whole
-        matrices.
+        """Applies the gradients at learning rate `rate`, and drops them. A collective with muon, which orthogonalizes
+        whole matrices.
         """
-        for part in self._parts:
-            for group in part.param_groups:
-                group["lr"] = rate
-            part.step()
+        gradients = {parameter: parameter.grad for parameter in self._names}
+        self.zero_grad()
+        for portion in self._portions():
+            for parameter in portion:
+                parameter.grad = gradients.pop(parameter)
+            self._on_host.give_back("optimizer", self.tensors(portion))
+            for part in self._parts:
+                for group in part.param_groups:
+                    group["lr"] = rate
+                part.step()  # of those that have gradients
+            for parameter in portion:
+                parameter.grad = None
+            if self._offloads:
+                moments = {name: local_part(tensor) for name, tensor in self.tensors(portion).items()}
+                self._on_host.take("optimizer", moments)
+
+    def _portions(self) -> Iterator[list[nn.Parameter]]:
+        """Yields the parameters that are updated together, on every rank the same."""
+        portion, size = list[nn.Parameter](), 0
+        for parameter in self._names:
+            if portion and self._offloads and size + parameter.numel() > UPDATED_AT_A_TIME:
+                yield portion
+                portion, size = [], 0
+            portion.append(parameter)
+            size += parameter.numel()
+        yield portion
 
     def zero_grad(self) -> None:
         """Drops the gradients and their memory."""
         for part in self._parts:
             part.zero_grad(set_to_none=True)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the state kept for each parameter, each of the parameter's shape, by "<kind>/<parameter>", as in
-        exp_avg/...; nothing before the first step.
+    def tensors(self, parameters: Collection[nn.Parameter] | None = None) -> dict[str, torch.Tensor]:
+        """Returns the state kept for each of `parameters`, absent: of all, each of the parameter's shape, by
+        "<kind>/<parameter>", as in exp_avg/...; nothing before the first step. Memory of those on the host is gone.
         """
         return {
-            f"{kind}/{name}": value
+            f"{kind}/{self._names[parameter]}": value
             for part in self._parts
-            for parameter, name in self._names.items()
+            for parameter in (self._names if parameters is None else parameters)
             for kind, value in part.state.get(parameter, {}).items()
             if kind != "step"
         }
@@ -81,6 +112,7 @@ class Optimizer:
         A collective, as step is.
         """
         self.zero_grad()
+        self._on_host.drop("optimizer")
         for part in self._parts:
             part.state.clear()
         if not num_updates:
@@ -88,7 +120,6 @@ class Optimizer:
         for parameter in self._names:
             parameter.grad = torch.zeros_like(parameter)
         self.step(0.0)  # a step of nothing: every optimizer makes its own kind of state
-        self.zero_grad()
         for part in self._parts:
             for state in part.state.values():
                 if "step" in state:

@@ -276,7 +276,7 @@ class MegatronEngine:
     def offload(self, *parts: StatePart) -> None:
         """EngineState.offload."""
         for part in parts or STATE_PARTS:
-            self._on_host.take(part, self._part(part).values())
+            self._on_host.take(part, self._part(part))
         free_cached_memory(self.device)
 
     def onload(self, *parts: StatePart) -> None:

@@ -314,7 +314,7 @@ def _copied(
             copies[key] = part.copy_to(torch.empty(part.box.shape, dtype=part.views[0].dtype))
             progressed()
         return copies
-    device = next(iter(parts.values())).views[0].device
+    device = next(view.device for part in parts.values() for view in part.views if view.device.type != "cpu")
     use_in_thread(device)
     stream = torch.Stream(device=device)
     stream.wait_event(reached)

@@ -7,7 +7,7 @@ a call needs first. The same on CPUs, where it moves memory but frees none. Only
 arrays, as by a publish, cannot shrink there, and stay where they are.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -21,33 +21,45 @@ class HostCopies:
     def __init__(self, progressed: Callable[[], None] = nothing) -> None:
         """`progressed` is called after each tensor's copy: all together may take as long as a pass."""
         self._progressed = progressed
-        self._copies: dict[StatePart, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
+        self._copies: dict[StatePart, dict[str, tuple[torch.UntypedStorage, torch.Tensor]]] = {}
 
-    def take(self, part: StatePart, tensors: Iterable[torch.Tensor]) -> None:
-        """Copies `tensors` (local ones) to the host and frees their memory; nothing when the part is there already."""
-        if part in self._copies:
-            return
-        storages = {
-            storage.data_ptr(): storage
-            for storage in (tensor.untyped_storage() for tensor in tensors)
-            if storage.nbytes() and (storage.resizable() or storage.device.type != "cpu")
-        }
-        copies = self._copies[part] = []
-        for storage in storages.values():
-            copies.append((storage, _to_host(storage)))
-            storage.resize_(0)
-            self._progressed()
+    def take(self, part: StatePart, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copies `tensors` of the part (local ones, by name) to the host and frees their memory, but for those that are
+        there already.
+        """
+        copies = self._copies.setdefault(part, {})
+        for name, tensor in tensors.items():
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and (storage.resizable() or storage.device.type != "cpu"):
+                copies[name] = (storage, _to_host(storage))
+                storage.resize_(0)
+                self._progressed()
 
-    def give_back(self, part: StatePart) -> None:
-        """Brings the part back; nothing when it is not on the host."""
-        for storage, copy in self._copies.pop(part, ()):
-            storage.resize_(copy.numel())
-            _bytes_of(storage).copy_(copy)
-            self._progressed()
+    def give_back(self, part: StatePart, names: Iterable[str] | None = None) -> None:
+        """Brings those of the part back that are on the host, all where none is named."""
+        copies = self._copies.get(part, {})
+        for name in list(copies) if names is None else names:
+            if name in copies:
+                storage, copy = copies.pop(name)
+                storage.resize_(copy.numel())
+                _bytes_of(storage).copy_(copy)
+                self._progressed()
+
+    def drop(self, part: StatePart) -> None:
+        """Forgets what is on the host of a part whose tensors nobody has any more."""
+        self._copies.pop(part, None)
+
+    def lying(self, part: StatePart, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns `tensor`, or, while it is on the host, what lies there of it: what is changed in that comes back."""
+        if name not in self._copies.get(part, {}):
+            return tensor
+        _, copy = self._copies[part][name]
+        there = torch.empty(0, dtype=tensor.dtype)
+        return there.set_(copy.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def num_bytes(self, parts: Iterable[StatePart]) -> int:
         """Bytes that giving `parts` back takes on the device."""
-        return sum(copy.numel() for part in parts for _, copy in self._copies.get(part, ()))
+        return sum(copy.numel() for part in parts for _, copy in self._copies.get(part, {}).values())
 
 
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -14,7 +14,7 @@ def test_tensors_views_and_padding_come_back_as_the_same_objects(device: str) ->
     view = padded[:10].view(2, 5)
     other = torch.arange(3, dtype=torch.bfloat16, device=device)
     copies = HostCopies()
-    copies.take("parameters", [view, padded, other])
+    copies.take("parameters", {"view": view, "padded": padded, "other": other})
     assert padded.untyped_storage().nbytes() == view.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
     copies.give_back("parameters")
     assert padded.tolist() == list(range(12))
@@ -28,9 +28,9 @@ def test_taking_or_giving_twice_is_taking_or_giving_once() -> None:
     weight, moment = torch.ones(4), torch.full((4,), 2.0)
     copies = HostCopies()
     copies.give_back("parameters")
-    copies.take("parameters", [weight])
-    copies.take("parameters", [weight])
-    copies.take("optimizer", [moment, torch.zeros(0)])
+    copies.take("parameters", {"weight": weight})
+    copies.take("parameters", {"weight": weight})
+    copies.take("optimizer", {"moment": moment, "none": torch.zeros(0)})
     copies.give_back("parameters")
     copies.give_back("parameters")
     assert weight.tolist() == [1, 1, 1, 1]
