@@ -352,7 +352,9 @@ class ControllerRun:
         """The run as it stands, within COUNTS_S. Counts that the store does not give in time are absent, and `trouble`
         says why.
         """
-        board, trouble = self._board, [self._parts.reward.trouble]
+        board, workers, trouble = self._board, self._fleet.statuses(), [self._parts.reward.trouble]
+        if any(trouble):  # which of its scorers is behind it a service of ours knows itself
+            trouble += [f"{each.worker}: {each.phase}" for each in workers if each.role == controller_pb2.ROLE_REWARD]
         ledger = None
         try:
             if self._ledger.ctl:
@@ -376,7 +378,7 @@ class ControllerRun:
             published_step=board.published_step,
             policy_version=board.policy_version,
             ledger=ledger,
-            workers=self._fleet.statuses(),
+            workers=workers,
             metrics=[*board.step_metrics.to_proto(), *board.evaluation_metrics.to_proto()],
             error=board.error,
             waiting_for=board.waiting_for,

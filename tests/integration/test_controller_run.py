@@ -379,6 +379,28 @@ async def test_a_scorer_that_gives_no_scores_is_named_while_the_run_waits_and_wh
     assert dict(run.ledger.counts().dropped) == {}
 
 
+async def test_beside_a_scorer_that_gives_no_scores_stands_what_our_reward_service_says_of_it(
+    light_run: LightRun,
+) -> None:
+    def away(item: Item) -> float:
+        raise ScorerUnavailableError("it hangs")
+
+    async with (
+        light_run(score=away) as run,
+        run.controller() as life,
+        run.rollout("rollout-0"),
+        open_channel(str(run.settings.controller.address), party(Caller.REWARD)) as channel,
+    ):
+        stub, phase = ControllerServiceStub(channel), "no scores from right (mine:score took longer than ...)"
+        name, version, role = run.settings.run.name, contract_version(), pb.ROLE_REWARD
+        await stub.Join(pb.JoinRequest(run=name, role=role, worker="reward", incarnation="1", version=version))
+        await stub.Heartbeat(pb.HeartbeatRequest(worker="reward", incarnation="1", phase=phase))
+        named = f"scorer 'reward' at {run.settings.reward.address} gives no scores: SCORER_UNAVAILABLE: it hangs"
+        await life.shows(lambda status: status.trouble == f"{named}; reward: {phase}")
+        await life.stub.StopRun(pb.StopRunRequest())
+        await life.ends()
+
+
 async def test_a_run_waits_for_its_scorer_beyond_the_stall_timeout_and_goes_on(light_run: LightRun) -> None:
     is_away = True
 
