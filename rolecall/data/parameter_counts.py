@@ -10,7 +10,7 @@ from pathlib import Path
 from rolecall.data.adapters import num_adapter_parameters
 from rolecall.data.megatron.stages import rank_parameters
 from rolecall.data.model_files import ModelFacts, read_model
-from rolecall.settings import LoraSection, RunSettings
+from rolecall.settings import LoraSection, RunSettings, SftSettings
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ParameterCounts:
     """
 
 
-def actor_parameters(settings: RunSettings, facts: ModelFacts) -> ParameterCounts:
+def actor_parameters(settings: RunSettings | SftSettings, facts: ModelFacts) -> ParameterCounts:
     """Counts the actor's, whose model `facts` tell of. ConfigError names a module of its adapters that it lacks."""
     return _counts(settings, facts, settings.model.path, settings.actor.lora, "actor.lora")
 
@@ -55,7 +55,7 @@ def reference_held(settings: RunSettings, name: str, facts: ModelFacts) -> float
 
 
 def _counts(
-    settings: RunSettings, facts: ModelFacts, path: Path, lora: LoraSection | None, setting: str
+    settings: RunSettings | SftSettings, facts: ModelFacts, path: Path, lora: LoraSection | None, setting: str
 ) -> ParameterCounts:
     if lora is None:
         frozen = facts.num_tower_parameters if settings.freezes_vision_tower else 0
