@@ -363,11 +363,9 @@ class ControllerRun:
             trouble.insert(0, error.message)
         except TimeoutError:
             trouble.insert(0, f"the store gave no counts within {COUNTS_S:g} s")
-        state = (
-            controller_pb2.RUN_STATE_PAUSED
-            if board.paused and board.state == controller_pb2.RUN_STATE_RUNNING
-            else board.state
-        )
+        # Also while the roles are awaited that people have taken away: they know, and a start would look like news.
+        rests = board.state == controller_pb2.RUN_STATE_RUNNING or board.states.state == "paused"
+        state = controller_pb2.RUN_STATE_PAUSED if board.paused and rests else board.state
         if board.stop_requested and state == controller_pb2.RUN_STATE_RUNNING:
             state = controller_pb2.RUN_STATE_STOPPING
         return controller_pb2.RunStatus(
