@@ -147,21 +147,20 @@ def override_tree(tree: dict[str, Any], override: str) -> None:
 
 
 def overrides_from(arguments: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """`--section.key value` and `--section.key=value` as overrides for `load_settings`. ConfigError names a word that
-    is neither, with the nearest of `options`, those that the command has besides.
+    """`--section.key value` and `--section.key=value` as overrides for `load_settings`, and `--section null`, which has
+    a section absent. ConfigError names a word that is none of these, with the nearest of `options`, those that the
+    command has besides.
     """
     overrides, words = [], iter(arguments)
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or "." not in key:
+        following = value if equals else next(words, None)
+        if not word.startswith("--") or ("." not in key and following != "null"):
             raise ConfigError(
                 f"unexpected argument {word!r}{did_you_mean(word, options)}; overrides have the form --section.key "
-                "value"
+                "value, or --section null"
             )
-        if not equals:
-            following = next(words, None)
-            if following is None:
-                raise ConfigError(f"--{key} needs a value")
-            value = following
-        overrides.append(f"{key}={value}")
+        if following is None:
+            raise ConfigError(f"--{key} needs a value")
+        overrides.append(f"{key}={following}")
     return overrides

@@ -8,6 +8,7 @@ import os
 import subprocess
 from itertools import islice
 
+from rolecall.commands.check.footprint import checkpoints
 from rolecall.data.adapters import check_start, num_adapter_parameters
 from rolecall.data.image_limits import check_sft_images
 from rolecall.data.images.spool import without_spools
@@ -20,6 +21,7 @@ from rolecall.data.model_files import (
     max_model_tokens,
     read_model,
 )
+from rolecall.data.parameter_counts import actor_parameters
 from rolecall.data.sft_examples import end_of_response, load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, RoleCallError
@@ -45,13 +47,13 @@ NUM_TRIED = 100
 
 
 def require(settings: SftSettings) -> None:
-    """ConfigError names what is wrong with the GPUs, the model or the data, before anything is started."""
+    """ConfigError names what is wrong with the GPUs, the model, the disk or the data, before anything is started."""
     path, actor = settings.model.path, settings.actor
     require_folders(settings.run)
     for _ in require_trackers(settings.trackers):
         pass
     require_visible(actor.devices, "actor.devices")
-    read_model(path)
+    facts = read_model(path)
     check_trainable(path)
     check_parallel(path, actor.parallel)
     if actor.backend == "megatron":
@@ -62,6 +64,7 @@ def require(settings: SftSettings) -> None:
     if (lora := adapters_to_begin_with(settings, settings.actor.lora)) is not None:
         num_adapter_parameters(path, lora)
         check_start(lora, path)
+    checkpoints(settings, [(actor_parameters(settings, facts), settings.actor.lora)])
     tokenizer = ChatTokenizer.of(settings.model)
     check_tokenizer(path, tokenizer.num_ids)
     end = end_of_response(path, tokenizer)

@@ -10,7 +10,7 @@ from pathlib import Path
 from rolecall.data.adapters import num_adapter_parameters
 from rolecall.data.megatron.stages import rank_parameters
 from rolecall.data.model_files import ModelFacts, read_model
-from rolecall.settings import LoraSection, RunSettings
+from rolecall.settings import LoraSection, RunSettings, SftSettings
 
 UPDATED_AT_A_TIME = 2**28
 """Most parameters, of all ranks together, whose moments a step has on the device at a time where they live on the host;
@@ -32,7 +32,7 @@ class ParameterCounts:
     """Most parameters whose moments are on the device at a time with optimizer.offload."""
 
 
-def actor_parameters(settings: RunSettings, facts: ModelFacts) -> ParameterCounts:
+def actor_parameters(settings: RunSettings | SftSettings, facts: ModelFacts) -> ParameterCounts:
     """Counts the actor's, whose model `facts` tell of. ConfigError names a module of its adapters that it lacks."""
     return _counts(settings, facts, settings.model.path, settings.actor.lora, "actor.lora")
 
@@ -62,7 +62,7 @@ def reference_held(settings: RunSettings, name: str, facts: ModelFacts) -> float
 
 
 def _counts(
-    settings: RunSettings, facts: ModelFacts, path: Path, lora: LoraSection | None, setting: str
+    settings: RunSettings | SftSettings, facts: ModelFacts, path: Path, lora: LoraSection | None, setting: str
 ) -> ParameterCounts:
     if lora is None:
         frozen = facts.num_tower_parameters if settings.freezes_vision_tower else 0

@@ -24,6 +24,7 @@ from rolecall.errors import (
     UnavailableError,
 )
 from rolecall.identity import settle
+from rolecall.launcher.finished import is_finished
 from rolecall.launcher.joining import Joining
 from rolecall.launcher.last_words import describe_failure, say_end
 from rolecall.launcher.placed import note_placed
@@ -80,6 +81,13 @@ def train(settings: RunSettings, *, resume: bool, package: str = "services") -> 
     view = Steady(sys.stdout)
     try:
         settle(settings)
+        if resume and is_finished(settings):
+            run = settings.run
+            view.note(
+                f"run {run.name} in {run.dir} is finished, its step {run.total_steps} trained and kept: nothing is "
+                "started. More steps: raise run.num_steps or run.num_epochs"
+            )
+            return 0
         note_placed(settings, resolved)
         note_used_store(settings)
         write_config(resolved)

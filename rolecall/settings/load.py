@@ -138,8 +138,10 @@ def _is_of_sft(tree: dict[str, Any]) -> bool:
 
 
 def _valid(kind: type[_Settings], tree: dict[str, Any], path: Path, given: str) -> _Settings:
+    # A section that is null is absent, whatever a recipe says of it.
+    said = {name: value for name, value in tree.items() if value is not None or name not in kind.model_fields}
     try:
-        return kind.model_validate(tree, context={"base": path.resolve().parent})
+        return kind.model_validate(said, context={"base": path.resolve().parent})
     except ValidationError as error:
         if kind is RunSettings and _is_of_sft(tree):
             raise ConfigError(

@@ -352,7 +352,9 @@ class ControllerRun:
         """The run as it stands, within COUNTS_S. Counts that the store does not give in time are absent, and `trouble`
         says why.
         """
-        board, trouble = self._board, [self._parts.reward.trouble]
+        board, workers, trouble = self._board, self._fleet.statuses(), [self._parts.reward.trouble]
+        if any(trouble):  # which of its scorers is behind it a service of ours knows itself
+            trouble += [f"{each.worker}: {each.phase}" for each in workers if each.role == controller_pb2.ROLE_REWARD]
         ledger = None
         try:
             if self._ledger.ctl:
@@ -361,11 +363,9 @@ class ControllerRun:
             trouble.insert(0, error.message)
         except TimeoutError:
             trouble.insert(0, f"the store gave no counts within {COUNTS_S:g} s")
-        state = (
-            controller_pb2.RUN_STATE_PAUSED
-            if board.paused and board.state == controller_pb2.RUN_STATE_RUNNING
-            else board.state
-        )
+        # Also while the roles are awaited that people have taken away: they know, and a start would look like news.
+        rests = board.state == controller_pb2.RUN_STATE_RUNNING or board.states.state == "paused"
+        state = controller_pb2.RUN_STATE_PAUSED if board.paused and rests else board.state
         if board.stop_requested and state == controller_pb2.RUN_STATE_RUNNING:
             state = controller_pb2.RUN_STATE_STOPPING
         return controller_pb2.RunStatus(
@@ -376,7 +376,7 @@ class ControllerRun:
             published_step=board.published_step,
             policy_version=board.policy_version,
             ledger=ledger,
-            workers=self._fleet.statuses(),
+            workers=workers,
             metrics=[*board.step_metrics.to_proto(), *board.evaluation_metrics.to_proto()],
             error=board.error,
             waiting_for=board.waiting_for,

@@ -94,7 +94,7 @@ class Dispatcher:
         self._settings = settings
         local, components = settings.local, settings.components
         self._shadows = settings.shadows
-        self._timeouts_s = timeouts_s = {name: components[name].timeout_s for name in local}
+        timeouts_s = {name: components[name].timeout_s for name in local}
         environment = scorer_environment(settings.environment)
         self._pool = (
             WorkerPool(local, timeouts_s, settings.num_workers, settings.search_path, environment) if local else None
@@ -231,8 +231,8 @@ class Dispatcher:
             for name, client in self._external.items()
             if client.trouble
         ]
-        late = self._pool.late if self._pool is not None else []
-        silent += [f"{name}, which takes longer than its timeout_s {self._timeouts_s[name]:g} s" for name in late]
+        late = self._pool.late if self._pool is not None else {}
+        silent += [f"{name} ({lateness})" for name, lateness in late.items()]
         return f"no scores from {', '.join(silent)}" if silent else ""
 
     async def close(self) -> None:

@@ -5,7 +5,7 @@ that is awaited on several items at the same time, or a group for one that compa
 it, sends it a few tasks at a time, times the one it is on, and kills it when that one is late: that task alone fails
 with TIMEOUT, the others go back to the head of the queue. A worker that dies by itself fails the task it was on with
 WORKER_DIED, or with CPU_SPENT where its scorer bounds the CPU time of an item. A batch is not failed but cut in two.
-Knows no gRPC and no reward arithmetic.
+What waits for a component that has been late from the start on fails with it. Knows no gRPC and no reward arithmetic.
 
 Bounds: MAX_QUEUED_TASKS wait (more are answered OVERLOADED at once); a worker holds at most MAX_TASKS. A task that
 waits is bounded by its call, whose callers may have left (underway.py): a cancelled call's tasks are skipped.
@@ -14,7 +14,8 @@ waits is bounded by its call, whose callers may have left (underway.py): a cance
 import asyncio
 import json
 import threading
-from collections import Counter, deque
+import time
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,6 +44,10 @@ given to, which cancels nothing; asyncio has at least as many for a process (cor
 """
 MIN_LATE = 3
 """Items in a row that were stopped at their deadline, from which on their component is told to hang."""
+MIN_STOPPED, HANGS_AFTER_S = 10, 120.0
+"""Calls that were stopped, and seconds since the first was, that make it a component's own fault. None of its calls has
+ever ended in time then. A machine that is busy while a run starts, or a server that the function asks, has that long.
+"""
 MAX_QUEUED_TASKS = 65536
 MAX_TASKS = 64
 START_TIMEOUT_S = 120.0
@@ -74,6 +79,8 @@ class Task:
     timeout_s: float
     may_be_cut: bool
     """Whether parts of it are scored as well: it is a batch."""
+    lateness: str
+    """What is said of it when it is late: who, and by which setting."""
 
     def finish(self, results: Sequence[reward_pb2.ScoreResult]) -> None:
         """Hands in the results, one per item; the last ones of a call wake the caller. Called under the pool's lock."""
@@ -103,14 +110,52 @@ def _resolve(call: Call) -> None:
 
 
 @dataclass
+class Lateness:
+    """The calls of a component that were stopped at their deadline."""
+
+    num_in_a_row: int = 0
+    """The last ones, those that were cut in two included."""
+    num_stopped: int = 0
+    """Calls that cannot be cut."""
+    first_at_s: float = 0.0
+    """When the first was stopped, monotonic."""
+    has_answered: bool = False
+    """Whether any call has ended in time."""
+
+    def answered(self) -> None:
+        """Notes a call that ended in time."""
+        self.num_in_a_row, self.has_answered = 0, True
+
+    def stopped(self, num_calls: int, *, are_cut: bool = False) -> bool:
+        """Notes calls that were stopped; returns whether the component is to blame, and no item."""
+        now_s = time.monotonic()
+        self.num_in_a_row += num_calls
+        if not are_cut:
+            self.first_at_s = self.first_at_s if self.num_stopped else now_s
+            self.num_stopped += num_calls
+        is_long = self.num_stopped >= MIN_STOPPED and now_s - self.first_at_s >= HANGS_AFTER_S
+        return is_long and not self.has_answered
+
+
+@dataclass
 class Queue:
     """Tasks that wait, and the threads that wait for tasks. `condition` guards it."""
 
     condition: threading.Condition = field(default_factory=threading.Condition)
     tasks: deque[Task] = field(default_factory=deque)
     closed: bool = False
-    num_late: Counter[int] = field(default_factory=Counter)
-    """The last tasks in a row that were stopped at their deadline, by component."""
+    late: defaultdict[int, Lateness] = field(default_factory=lambda: defaultdict(Lateness))
+    """The lateness of each component that was called."""
+
+    def give_up(self, component: int) -> None:
+        """Fails what waits for a component that hangs, for good. Called under the condition, after a late call: each
+        that is asked for later is a trial of it again.
+        """
+        waiting = [task for task in self.tasks if task.component == component]
+        self.tasks = deque(task for task in self.tasks if task.component != component)
+        for task in waiting:
+            why = f"{task.lateness} each time since the service started; mend it, or raise that"
+            task.fail(TIMEOUT, why, retryable=False)
 
 
 class WorkerPool:
@@ -153,8 +198,9 @@ class WorkerPool:
         call = Call(loop, loop.create_future(), [None] * len(items), len(items))
         is_awaited, may_be_cut = component in self._awaited, self.batches(component)
         timeout_s = self._timeouts_s[component] + (AWAITED_GRACE_S if is_awaited else 0.0)
+        index, lateness = self._indices[component], self._lateness(component)
         tasks = [
-            Task(call, places, self._indices[component], [items[place] for place in places], timeout_s, may_be_cut)
+            Task(call, places, index, [items[place] for place in places], timeout_s, may_be_cut, lateness)
             for places in parted(self._scorers[component], items, is_awaited=is_awaited)
         ]
         self._submit(tasks)
@@ -166,9 +212,13 @@ class WorkerPool:
         return component in self._awaited or (isinstance(scorer, FunctionScorer) and scorer.scope == "batch")
 
     @property
-    def late(self) -> list[str]:
-        """The components whose last items, MIN_LATE or more, were all stopped at their deadline."""
-        return [name for name, index in self._indices.items() if self._queue.num_late[index] >= MIN_LATE]
+    def late(self) -> dict[str, str]:
+        """The components whose last items, MIN_LATE or more, were all stopped at their deadline, and what is said."""
+        return {
+            name: self._lateness(name)
+            for name, index in self._indices.items()
+            if self._queue.late[index].num_in_a_row >= MIN_LATE
+        }
 
     def close(self) -> None:
         """Kills the workers and fails what waits. Returns when every process is reaped."""
@@ -179,6 +229,12 @@ class WorkerPool:
             self._queue.condition.notify_all()
         for thread in self._threads:
             thread.stop()
+
+    def _lateness(self, component: str) -> str:
+        scorer = self._scorers[component]
+        target = scorer.target if isinstance(scorer, FunctionScorer) else None
+        setting = f"reward.components.{component}.timeout_s = {self._timeouts_s[component]:g} s"
+        return f"{target or f'the scorer of kind {scorer.kind}'} took longer than {setting}"
 
     async def _start(self, thread: "WorkerThread") -> None:
         thread.start()
@@ -307,30 +363,38 @@ class WorkerThread:
         """Runs `tasks` until all are answered or the worker is lost; what it did not get to goes back to the queue."""
         payloads = [reward_pb2.ScoreRequest(items=task.items).SerializeToString() for task in tasks]
         sent = [(task.component, payload, task.timeout_s) for task, payload in zip(tasks, payloads, strict=True)]
+        hung: int | None = None
         try:
             for results in worker.score(sent):
                 num_late = sum(result.error.code == TIMEOUT for result in results)
                 self._num_cancelled += num_late
-                task = tasks.popleft()
                 with self._queue.condition:
-                    self._queue.num_late[task.component] += num_late
+                    late = self._queue.late[tasks[0].component]
                     if num_late < len(results):
-                        del self._queue.num_late[task.component]
-                    task.finish(results)
+                        late.answered()
+                    elif late.stopped(num_late):
+                        hung = tasks[0].component
+                        break
+                    tasks.popleft().finish(results)
         except DeadlineError:
             with self._queue.condition:
-                self._queue.num_late[tasks[0].component] += 1
-            self._is_to_blame(tasks, TIMEOUT, f"the scorer took longer than {tasks[0].timeout_s:g} s and was stopped")
+                if self._queue.late[tasks[0].component].stopped(1, are_cut=bool(tasks[0].halves())):
+                    hung = tasks[0].component
+            if hung is None:
+                self._is_to_blame(tasks, TIMEOUT, f"{tasks[0].lateness} and was stopped")
         except CpuSpentError:
             self._fail([tasks.popleft()], CPU_SPENT, "the item took all its CPU time", retryable=False)
         except WorkerLostError as error:
             self._is_to_blame(
                 tasks, WORKER_DIED, f"the scorer's process ended while it scored the item ({error.message})"
             )
-        if self._num_cancelled >= MAX_CANCELLED:
+        if hung is not None or self._num_cancelled >= MAX_CANCELLED:
             worker.kill()
         if tasks:
             self._give_back(tasks)
+        if hung is not None:
+            with self._queue.condition:  # bounded: held to look at the queue, never while scoring
+                self._queue.give_up(hung)
 
     def _is_to_blame(self, tasks: deque[Task], code: str, message: str) -> None:
         """The worker was lost over the first of `tasks`: a batch is cut in two in its place, anything else fails."""

@@ -67,8 +67,9 @@ async def test_a_hung_function_is_killed_at_its_deadline_and_the_others_are_scor
     assert results[1].error.retryable, (
         "its worker may have been stopped: the engine asks again before it blames the item"
     )
-    assert "longer than 2 s" in results[1].error.message
-    assert pool.late == []
+    said = "behaviour:behave took longer than reward.components.f.timeout_s = 2 s and was stopped"
+    assert results[1].error.message == said
+    assert pool.late == {}
 
 
 async def test_a_function_whose_last_items_all_hung_is_named_until_it_scores_one(start_pool: StartPool) -> None:
@@ -76,9 +77,32 @@ async def test_a_function_whose_last_items_all_hung_is_named_until_it_scores_one
     results = await asyncio.wait_for(pool.score("f", items_of(*["hang"] * 3)), 50.0)
     assert codes(results) == ["TIMEOUT"] * 3
     assert codes(await pool.score("g", items_of("fine"))) == ["ok"]
-    assert pool.late == ["f"]
+    assert pool.late == {"f": "behaviour:behave took longer than reward.components.f.timeout_s = 1 s"}
     assert codes(await pool.score("f", items_of("fine"))) == ["ok"]
-    assert pool.late == []
+    assert pool.late == {}
+
+
+@pytest.mark.parametrize("target", ["behave", "awaits"])
+async def test_what_waits_for_a_function_that_was_late_from_the_start_on_fails_with_it(
+    start_pool: StartPool, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "HANGS_AFTER_S", 2.5)
+    monkeypatch.setattr(pools, "MIN_STOPPED", 3)
+    f = FunctionScorer(target=f"behaviour:{target}", min=0, max=1, max_items=2)
+    pool = await start_pool(num_workers=1, timeout_s=1.0, f=f)
+    item = {"behave": "hang", "awaits": "nap 60"}[target]
+    first = asyncio.ensure_future(pool.score("f", items_of(*[item] * 40)))
+    results = await asyncio.wait_for(first, 35.0)  # one after the other they would take 40 s, and as long twice again
+    assert codes(results) == ["TIMEOUT"] * 40
+    errors = {(result.error.retryable, result.error.message) for result in results[20:]}
+    said = (
+        f"behaviour:{target} took longer than reward.components.f.timeout_s = 1 s each time since the service started"
+    )
+    assert errors == {(False, f"{said}; mend it, or raise that")}
+    assert all(result.error.retryable for result in results[:2])
+    assert codes(await pool.score("f", items_of("fine", item))) == ["ok", "TIMEOUT"], "it is tried again"
+    late = await pool.score("f", items_of(*[item] * 4))
+    assert all(result.error.retryable for result in late), "since then an item is to blame"
 
 
 async def test_a_function_of_many_is_given_batches(start_pool: StartPool, tmp_path: Path) -> None:

@@ -226,11 +226,11 @@ async def test_a_pause_that_outlasts_the_stall_timeout_is_no_stall_after_restart
     async with light_run() as run, run.rollout("rollout-0"):
         async with run.controller() as life:
             await life.stub.PauseRun(pb.PauseRunRequest())
-            await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
+            await life.rests()
         monkeypatch.setattr(awaiting, "_patience_s", lambda settings: 0.1)
         for _ in range(2):
             async with run.controller() as life:
-                await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
+                await life.rests()
                 assert not (await asyncio.wait([life.running], timeout=0.5))[0], life.running.exception()
         monkeypatch.undo()
         async with run.controller() as life:
@@ -278,7 +278,7 @@ async def test_a_profile_waits_while_the_run_is_paused_is_one_at_a_time_and_ends
 
     async with light_run() as run, run.rollout("rollout-0"), run.controller() as life:
         await life.stub.PauseRun(pb.PauseRunRequest())
-        await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
+        await life.rests()
         for absent in ("critic", "rollout-1"):
             with pytest.raises(InvalidInputError, match="name one of actor, rollout-0"):
                 await asked(life, 1, absent)
@@ -377,6 +377,28 @@ async def test_a_scorer_that_gives_no_scores_is_named_while_the_run_waits_and_wh
     assert "scorer 'reward'" in ended.value.message
     assert "its database is away" in ended.value.message
     assert dict(run.ledger.counts().dropped) == {}
+
+
+async def test_beside_a_scorer_that_gives_no_scores_stands_what_our_reward_service_says_of_it(
+    light_run: LightRun,
+) -> None:
+    def away(item: Item) -> float:
+        raise ScorerUnavailableError("it hangs")
+
+    async with (
+        light_run(score=away) as run,
+        run.controller() as life,
+        run.rollout("rollout-0"),
+        open_channel(str(run.settings.controller.address), party(Caller.REWARD)) as channel,
+    ):
+        stub, phase = ControllerServiceStub(channel), "no scores from right (mine:score took longer than ...)"
+        name, version, role = run.settings.run.name, contract_version(), pb.ROLE_REWARD
+        await stub.Join(pb.JoinRequest(run=name, role=role, worker="reward", incarnation="1", version=version))
+        await stub.Heartbeat(pb.HeartbeatRequest(worker="reward", incarnation="1", phase=phase))
+        named = f"scorer 'reward' at {run.settings.reward.address} gives no scores: SCORER_UNAVAILABLE: it hangs"
+        await life.shows(lambda status: status.trouble == f"{named}; reward: {phase}")
+        await life.stub.StopRun(pb.StopRunRequest())
+        await life.ends()
 
 
 async def test_a_run_waits_for_its_scorer_beyond_the_stall_timeout_and_goes_on(light_run: LightRun) -> None:
@@ -770,7 +792,8 @@ async def test_a_paused_run_without_rollouts_outlives_a_hiccup_of_its_store(
             async with run.rollout("rollout-0", token_s=0.002):
                 await life.reaches(1)
                 await life.stub.PauseRun(pb.PauseRunRequest())
-                await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
+                await life.shows(lambda status: not status.ledger.live)  # else a publish would lose it
+                await life.rests()
             await life.shows(lambda status: all(worker.lost for worker in status.workers))
             await until(lambda: life.states.state == "paused")
             pending = Ledger.pending
@@ -785,7 +808,7 @@ async def test_a_paused_run_without_rollouts_outlives_a_hiccup_of_its_store(
             assert not life.running.done()
             assert life.states.state == "paused", "nobody is to be woken"
             async with run.rollout("rollout-1"):
-                step = (await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)).step
+                step = (await life.rests()).step
                 await life.stub.ResumeRun(pb.ResumeRunRequest())
                 await life.reaches(step + 1)
                 await life.stub.StopRun(pb.StopRunRequest())
@@ -805,9 +828,10 @@ async def test_a_paused_run_waits_for_rollouts_also_when_its_controller_is_anoth
             assert not life.running.done()
             assert life.states.state == "paused"
             status, held = await life.status(), run.ledger.position()
+            assert status.state == pb.RUN_STATE_PAUSED
             assert (status.step, status.published_step) == (held.step, held.published_step)
             async with run.rollout("rollout-1"):
-                await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
+                await life.rests()
                 await life.stub.StopRun(pb.StopRunRequest())
                 await life.ends()
 

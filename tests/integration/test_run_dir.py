@@ -3,13 +3,21 @@ is over.
 """
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
+from rolecall.checkpoint.manifest import RunCheckpoints
+from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.cli import main
+from rolecall.identity import kept
+from rolecall.launcher.finished import is_finished
 from rolecall.launcher.plan import holds_a_run
+from rolecall.launcher.run_record import keep_record
+from rolecall.settings import load_settings
+from rolecall.v1 import controller_pb2
 from tests.twins.launched import FAILS_IN_A_ROLE, start_train, wait_until_up, write_light_config
 
 END_LIMIT_S = 100.0
@@ -57,6 +65,35 @@ def test_a_directory_in_which_something_was_trained_is_a_runs(tmp_path: Path, na
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(text)
     assert holds_a_run(tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_is_finished_starts_nothing_when_it_is_resumed_and_one_that_lacks_something_does(
+    tmp_path: Path,
+) -> None:
+    config, run = write_light_config(tmp_path), tmp_path / "run"
+    interrupt(config)
+    done = controller_pb2.RunStatus(run="light", state=controller_pb2.RUN_STATE_DONE, step=1, total_steps=1)
+    keep_record(load_settings(config).run, done, exit_code=0)
+    checkpoints = RunCheckpoints(open_storage(str(run / "checkpoints")), num_kept=1)
+    checkpoints.commit(checkpoints.begin(1), [], {"identity": kept(run), "run": {}})
+    (run / "metrics.jsonl").write_text('{"step": 0, "eval/heldout/accuracy": 0.5}\n{"step": 1, "reward/mean": 1}\n')
+    again = start_train(config, "--resume")
+    output, _ = again.communicate(timeout=END_LIMIT_S)
+    assert again.returncode == 0
+    assert "is finished, its step 1 trained and kept: nothing is started. More steps: raise run.num_steps" in output
+    assert (run / "logs" / "controller.log").read_text().count("=== started controller") == 1
+    evaluated = load_settings(config, ["evaluation.sets={heldout: {path: heldout.jsonl}}"])
+    assert not is_finished(evaluated), "it is to be evaluated"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "eval/heldout/accuracy": 0.6}\n')
+    assert is_finished(evaluated)
+    assert not is_finished(load_settings(config, ["run.num_steps=2"]))
+    keep_record(evaluated.run, done, exit_code=130)
+    assert not is_finished(evaluated), "it was interrupted"
+    keep_record(evaluated.run, done, exit_code=0)
+    shutil.rmtree(run / "checkpoints")
+    assert not is_finished(load_settings(config)), "its checkpoint is gone"
 
 
 @pytest.mark.timeout(300)

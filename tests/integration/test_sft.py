@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -353,6 +354,17 @@ def test_mistakes_are_answered_before_anything_starts(
 ) -> None:
     assert main(["sft", str(write_config(tmp_path / "job", model, data)), override]) == 2
     assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "job" / "run").exists()
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_anything_starts(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = SimpleNamespace(free=2**10)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: full)
+    assert main(["sft", str(write_config(tmp_path / "job", model, data))]) == 2
+    assert "a checkpoint takes about" in (said := capsys.readouterr().err)
+    assert "0.0 MiB free; make room" in said
     assert not (tmp_path / "job" / "run").exists()
 
 

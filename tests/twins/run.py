@@ -134,6 +134,14 @@ class Life(NamedTuple):
         """Returns when the run has applied `step` steps, and goes on from there."""
         await self.shows(lambda status: status.step >= step and status.state != controller_pb2.RUN_STATE_STARTING)
 
+    async def rests(self) -> controller_pb2.RunStatus:
+        """The first status of the run paused, its roles being there."""
+        return await self.shows(
+            lambda status: (
+                status.state == controller_pb2.RUN_STATE_PAUSED and status.waiting_for.startswith("groups of step")
+            )
+        )
+
     async def saved(self) -> controller_pb2.SaveCheckpointResponse:
         """Returns when a checkpoint was made."""
         return await self.stub.SaveCheckpoint(controller_pb2.SaveCheckpointRequest(), timeout=RUN_S)

@@ -13,7 +13,7 @@ from rolecall.commands.cli import main
 from rolecall.commands.steer import find
 from rolecall.config_file import overrides_from
 from rolecall.errors import ConfigError
-from rolecall.settings import load_settings
+from rolecall.settings import EvaluationSection, load_settings
 from rolecall.settings.rubric import rubric_tree
 from tests.twins.launched import write_light_config
 
@@ -60,6 +60,20 @@ def test_help_tells_of_sft_and_of_what_it_needs(capsys: pytest.CaptureFixture[st
     assert "--section.key value" in said
 
 
+@pytest.mark.parametrize(("folder", "said"), [(".", "is not empty"), ("run.yaml", "is a file")])
+def test_an_export_to_a_place_that_is_taken_is_refused_before_torch_is_imported(
+    tmp_path: Path, folder: str, said: str
+) -> None:
+    (tmp_path / "run.yaml").touch()
+    code = (
+        "import sys; from rolecall.training.export.__main__ import main\n"
+        f"print(main(['x', {str(tmp_path / folder)!r}]), sorted({{'torch'}} & set(sys.modules)))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout.splitlines()[-1] == "2 []"
+    assert said in answer.stderr
+
+
 def test_an_sft_with_a_bad_file_is_answered_before_grpc_or_torch_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "sft.yaml"
     file.write_text("run: {name: x}\n")
@@ -82,6 +96,22 @@ def test_overrides_come_with_a_space_or_an_equals_sign() -> None:
     assert overrides_from(["--run.seed", "3", "--data.system_prompt=a=b"]) == ["run.seed=3", "data.system_prompt=a=b"]
 
 
+def test_a_section_is_absent_by_null_whatever_the_file_and_its_recipe_say(tmp_path: Path) -> None:
+    config, held = write_light_config(tmp_path), "evaluation.sets={held: {path: held.jsonl}}"
+    (recipe := tmp_path / "recipe.yaml").write_text("evaluation: {at_start: false}\n")
+    config.write_text(config.read_text() + "telemetry:\n")
+    given = overrides_from(["--evaluation", "null"])
+    assert not load_settings(config, [held], recipe).evaluation.at_start
+    assert load_settings(config, [held, *given], recipe).evaluation == EvaluationSection()
+    assert load_settings(config, [*given, held], recipe).evaluation.sets.keys() == {"held"}
+    with pytest.raises(ConfigError, match="gae reads values: add a critic section"):
+        load_settings(config, overrides_from(["--critic=null"]), "ppo")
+    with pytest.raises(ConfigError, match="reward: Field required"):
+        load_settings(config, ["reward=null"])
+    with pytest.raises(ConfigError, match="there is no such setting"):
+        load_settings(config, ["critics=null"])
+
+
 def test_an_option_that_does_not_exist_is_told_with_the_nearest_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,7 +122,10 @@ def test_an_option_that_does_not_exist_is_told_with_the_nearest_one(
     )
 
 
-@pytest.mark.parametrize("words", [["--run.seed"], ["seed", "3"], ["--seed", "3"], ["--run.seed", "3", "more"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--run.seed"], ["seed", "3"], ["--seed", "3"], ["--run.seed", "3", "more"], ["--critic", "{}"], ["--critic"]],
+)
 def test_what_is_no_override_is_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError):
         overrides_from(words)

@@ -4,7 +4,7 @@ Says what a run takes; whether this machine has as much memory is asked in capac
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rolecall.checkpoint.storage import DiskStorage, open_storage
@@ -17,7 +17,7 @@ from rolecall.data.model_files import ModelFacts, sees_images
 from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_held
 from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts, received_bytes
 from rolecall.errors import ConfigError
-from rolecall.settings import ActorSection, LoraSection, OptimizerSection, RunSettings, TrainerSection
+from rolecall.settings import ActorSection, LoraSection, OptimizerSection, RunSettings, SftSettings, TrainerSection
 from rolecall.store.budget import PromptBytes, StoreBudget
 
 OPTIMIZER_BYTES_PER_PARAMETER = 16
@@ -206,29 +206,37 @@ def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         yield f"disk (estimate): samples.jsonl grows by up to {in_bytes(most)} a step, whose responses are all kept"
     if settings.run.num_steps == 0:
         return  # no checkpoint is made
-    storage = open_storage(settings.run.checkpoints)
-    size = 4 if settings.model.dtype == "float32" else 2
     kept = [(actor_parameters(settings, facts), settings.actor.lora)]
     kept += [(critic_parameters(settings, facts), settings.critic.lora)] if settings.critic is not None else []
+    yield checkpoints(settings, kept)
+
+
+def checkpoints(
+    settings: RunSettings | SftSettings, trained: Sequence[tuple[ParameterCounts, LoraSection | None]]
+) -> str:
+    """Returns a line on what checkpoints of models take, `trained` with these adapters. ConfigError where their disk
+    has no room for one.
+    """
+    storage = open_storage(settings.run.checkpoints)
+    size = 4 if settings.model.dtype == "float32" else 2
     needed = sum(
         counts.trained * CHECKPOINT_BYTES_PER_PARAMETER + (counts.frozen * size if lora is None else 0)
-        for counts, lora in kept
+        for counts, lora in trained
     )
     if not isinstance(storage, DiskStorage):
-        yield f"checkpoints (estimate): {in_bytes(needed)} each in {storage.url}"
-        return
+        return f"checkpoints (estimate): {in_bytes(needed)} each in {storage.url}"
     folder = Path(storage.url)
     parent = next(folder for folder in [folder, *folder.parents] if folder.exists())
     free = shutil.disk_usage(parent).free
-    num_kept = settings.run.keep_checkpoints
-    yield (
-        f"disk (estimate): a checkpoint {in_bytes(needed)}, {num_kept} kept and one being written "
-        f"{in_bytes((num_kept + 1) * needed)}; {in_bytes(free)} free"
-    )
     if needed > free:
         raise ConfigError(
             f"{folder}: a checkpoint takes about {in_bytes(needed)} and {parent} has {in_bytes(free)} free; make room"
         )
+    num_kept = settings.run.keep_checkpoints
+    return (
+        f"disk (estimate): a checkpoint {in_bytes(needed)}, {num_kept} kept and one being written "
+        f"{in_bytes((num_kept + 1) * needed)}; {in_bytes(free)} free"
+    )
 
 
 def store(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:

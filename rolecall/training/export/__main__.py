@@ -12,7 +12,7 @@ from typing import get_args
 
 from rolecall.checkpoint.manifest import Committed, RunCheckpoints, read_committed
 from rolecall.checkpoint.storage import open_storage
-from rolecall.errors import CheckpointMissingError
+from rolecall.errors import CheckpointMissingError, ConfigError
 from rolecall.settings import Dtype, run_section_of
 from rolecall.terminal import exit_code, say
 
@@ -43,13 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    directory: Path = arguments.directory
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"DIR {directory} is {'not empty' if directory.is_dir() else 'a file'}; name a new directory")
     checkpoint = find(arguments.checkpoint)
     from rolecall.training.export.export import export
 
-    num_bytes = export(
-        *checkpoint.share(arguments.role), arguments.directory, dtype=arguments.dtype, base=arguments.model
-    )
-    say(f"{arguments.role} of step {checkpoint.step}: {num_bytes / 1e6:.1f} MB of weights in {arguments.directory}\n")
+    num_bytes = export(*checkpoint.share(arguments.role), directory, dtype=arguments.dtype, base=arguments.model)
+    say(f"{arguments.role} of step {checkpoint.step}: {num_bytes / 1e6:.1f} MB of weights in {directory}\n")
     return 0
 
 

@@ -16,7 +16,7 @@ import torch
 
 from rolecall.checkpoint.manifest import StoredFile, verify
 from rolecall.checkpoint.storage import Storage
-from rolecall.errors import CheckpointMismatchError, ConfigError
+from rolecall.errors import CheckpointMismatchError
 from rolecall.settings import LoraSection
 from rolecall.training.backends import read_model
 from rolecall.training.engine import SavedModel
@@ -36,15 +36,13 @@ def export(
     base: Path | None = None,
     progressed: Callable[[], None] = lambda: None,
 ) -> int:
-    """Writes the model of a trainer's share of a checkpoint to the directory `path`, which must not hold anything;
-    returns the bytes of its weights.
+    """Writes the model of a trainer's share of a checkpoint to the directory `path`, which holds nothing yet; returns
+    the bytes of its weights.
 
     `dtype` absent: what the run computed in. `base`: where the run's model directory is now; only adapters need it.
     `progressed` is called for every part. ConfigError, CheckpointMismatchError (also when a file is not what was
     written), DiskFullError, StorageUnavailableError.
     """
-    if path.exists() and any(path.iterdir()):
-        raise ConfigError(f"{path} is not empty; name a new directory")
     verify(storage, files, progressed)
     saved = read_model(storage, files)
     wanted = DTYPES[dtype or saved.dtype]
