@@ -15,6 +15,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
@@ -257,6 +259,27 @@ def write_llama(path: Path, *, vocab: int = 152, seed: int = 0) -> Path:
         },
     )
     _drawn(LlamaForCausalLM, config, seed).save_pretrained(path)
+    return path
+
+
+def write_granite(path: Path, *, vocab: int = 152, seed: int = 0) -> Path:
+    """A random Granite, which scales embeddings, attention, residuals and logits. No tokenizer. Returns `path`."""
+    config = GraniteConfig(
+        vocab_size=vocab,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        embedding_multiplier=2.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.7,
+        logits_scaling=3.0,
+        eos_token_id=EOS_TOKEN_ID,
+        initializer_range=0.2,
+        max_position_embeddings=256,
+    )
+    _drawn(GraniteForCausalLM, config, seed).save_pretrained(path)
     return path
 
 

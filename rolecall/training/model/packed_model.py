@@ -95,6 +95,8 @@ class PolicyModel(PackedModel):
 
     float32_logits = False
     """Whether the output layer's products are kept in float32 where the model computes in half precision."""
+    logit_scale = 1.0
+    """The constant that the model multiplies its logits by."""
 
     def forward(
         self,
@@ -115,7 +117,7 @@ class PolicyModel(PackedModel):
             weight_VH,
             vocab,
             token_ids_N,
-            temperature_N,
+            temperature_N / self.logit_scale,
             score_mask_N,
             packed,
             entropy,
@@ -270,10 +272,12 @@ def build_model(path: Path, head: Head, dtype: torch.dtype) -> PackedModel:
             f"{path} holds {', '.join(named)}, which is not the causal language model {type(hf).__name__}; use a "
             "model with a language head"
         )
-    check_head(hf)
+    logit_scale = check_head(hf)
     if head == "policy":
         hf.tie_weights()
-        return PolicyModel(hf)
+        policy = PolicyModel(hf)
+        policy.logit_scale = logit_scale
+        return policy
     with torch.device("meta"):
         replaced_head = _replace_head(hf, config)
     hf.tie_weights()
