@@ -298,6 +298,8 @@ def _empty(path: Path, config: PretrainedConfig, kind: type, dtype: torch.dtype)
             f"{path}: a {config.model_type} model ({', '.join(config.architectures or [])}) cannot be trained packed "
             f"({error}); use a causal language model"
         ) from error
+    for buffer in state_buffers(hf).values():
+        buffer.data = buffer.data.float()  # in half precision they would choose other experts
     return hf
 
 
@@ -352,8 +354,16 @@ def fill_buffers(model: PackedModel) -> None:
     meta device.
     """
     for module in model.hf.modules():
-        if any(True for _ in module.buffers(recurse=False)):
+        if module._non_persistent_buffers_set:
             model.hf._init_weights(module)
+
+
+def state_buffers(hf: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The buffers of `hf` that model directories hold, by name, as the biases that balance experts: read, published and
+    exported like parameters, and never trained.
+    """
+    derived = {f"{path}.{name}" for path, module in hf.named_modules() for name in module._non_persistent_buffers_set}
+    return {name: buffer for name, buffer in hf.named_buffers() if name not in derived}
 
 
 def _replace_head(hf: PreTrainedModel, config: PretrainedConfig) -> str:
