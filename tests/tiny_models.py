@@ -13,8 +13,12 @@ from transformers import (
     AutoModelForTokenClassification,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
@@ -257,6 +261,61 @@ def write_llama(path: Path, *, vocab: int = 152, seed: int = 0) -> Path:
         },
     )
     _drawn(LlamaForCausalLM, config, seed).save_pretrained(path)
+    return path
+
+
+def write_glm4_moe(path: Path, *, vocab: int = 150, seed: int = 0, head_dim: int = 16) -> Path:
+    """A random GLM-4.5 of three layers: after a dense one eight experts in two groups, two active, chosen with biases
+    that no half precision holds, beside one that all tokens go to. No tokenizer. Returns `path`.
+    """
+    config = Glm4MoeConfig(
+        vocab_size=vocab,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+        attention_bias=True,
+        eos_token_id=EOS_TOKEN_ID,
+        initializer_range=0.2,
+        max_position_embeddings=256,
+    )
+    model = _drawn(Glm4MoeForCausalLM, config, seed)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(0.3 * torch.arange(len(buffer)).add(seed).sin())
+    model.save_pretrained(path)
+    return path
+
+
+def write_granite(path: Path, *, tied: bool = False, vocab: int = 152, hidden: int = 64, seed: int = 0) -> Path:
+    """A random Granite, which scales embeddings, attention, residuals and logits. No tokenizer. Returns `path`."""
+    config = GraniteConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        tie_word_embeddings=tied,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        embedding_multiplier=2.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.7,
+        logits_scaling=3.0,
+        eos_token_id=EOS_TOKEN_ID,
+        initializer_range=0.2,
+        max_position_embeddings=256,
+    )
+    _drawn(GraniteForCausalLM, config, seed).save_pretrained(path)
     return path
 
 

@@ -16,7 +16,7 @@ from tests.checkpoint_rig import exported, load, save
 from tests.file_sizes import files_up_to
 from tests.integration.fsdp_oracle import assert_same_weights, make_engine
 from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
-from tests.tiny_models import write_qwen3
+from tests.tiny_models import write_glm4_moe, write_qwen3
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -49,6 +49,24 @@ def test_an_exported_directory_is_a_plain_hugging_face_model(models: dict[str, P
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
         == "<|im_start|>user\nhi<|im_end|>\n"
     )
+
+
+def test_biases_of_routers_are_published_kept_and_exported_as_they_were_in_half_precision(tmp_path: Path) -> None:
+    source = write_glm4_moe(tmp_path / "source")
+    stored = load_file(source / "model.safetensors")
+    expected = {name: tensor for name, tensor in stored.items() if name.endswith("e_score_correction_bias")}
+    engine = make_engine(source, dtype="bfloat16")
+    save(engine, tmp_path / "checkpoint")
+    exported_weights = load_file(exported(tmp_path / "checkpoint") / "model.safetensors")
+    for weights in (
+        weights_of(engine),
+        exported_weights,
+        weights_of(make_engine(source, dtype="bfloat16", optimizer=None)),
+    ):
+        assert weights.keys() == stored.keys()
+        assert_same_weights({name: weights[name] for name in expected}, expected, atol=0)
+        assert weights["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert len(expected) == 2
 
 
 def test_an_export_has_every_chat_template_of_its_tokenizer(tmp_path: Path) -> None:

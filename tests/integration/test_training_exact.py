@@ -40,7 +40,7 @@ from tests.integration.exact_bench import (
     shapes,
 )
 from tests.integration.exact_ranks import LENGTH, Objective, Ranks, living_ranks
-from tests.tiny_models import write_gpt_oss, write_qwen3, write_qwen3_5, write_qwen3_moe
+from tests.tiny_models import write_glm4_moe, write_gpt_oss, write_granite, write_qwen3, write_qwen3_5, write_qwen3_moe
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("one_rank")]
 
@@ -62,6 +62,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
         "moe": write_qwen3_moe(root / "moe"),
         "sinks": write_gpt_oss(root / "sinks", vocab=VOCAB, head_dim=16),
         "recurrent": write_qwen3_5(root / "recurrent"),
+        "balanced": write_glm4_moe(root / "balanced"),
+        "scaled": write_granite(root / "scaled", vocab=VOCAB),
     }
     return Bench(models, tmp_path_factory.mktemp("bench"))
 
@@ -219,7 +221,7 @@ def oracle_taught_loss(model: PreTrainedModel, rows: list[Row], temperatures: li
 
 
 @pytest.mark.thorough("test_a_teacher_writes_its_ranking_under_the_common_prefix")
-@pytest.mark.parametrize("kind", ["dense", "tied"])
+@pytest.mark.parametrize("kind", ["dense", "tied", "scaled"])
 def test_a_teachers_ranking_is_written_and_learnt_alike_on_every_layout_and_as_by_hugging_face(
     bench: Bench, ranks: dict[int, Ranks], kind: str
 ) -> None:
@@ -284,7 +286,7 @@ def oracle_loss(
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("kind", [*MODELS, "recurrent", "sinks"])
+@pytest.mark.parametrize("kind", [*MODELS, "recurrent", "sinks", "balanced", "scaled"])
 def test_gradients_are_those_of_hugging_face_one_sequence_at_a_time(
     bench: Bench, kind: str, aggregation: Aggregation
 ) -> None:
@@ -337,6 +339,7 @@ def oracle_training(
 LAYOUTS_OF = {kind: LAYOUTS[index :: len(MODELS)] for index, kind in enumerate(MODELS)} | {
     "recurrent": [Layout(2, {}), Layout(4, {"replicate": 2})],
     "sinks": [Layout(2, {"sequence": 2}), Layout(4, {"sequence": 4}), Layout(4, {"replicate": 2})],
+    "balanced": [Layout(2, {"tensor": 2}), Layout(4, {"sequence": 2})],
 }
 """Ranks of a recurrent model have whole sequences and matrices, and of one with sinks, for which transformers has no
 plan, whole matrices; each of the others takes a third of the layouts.

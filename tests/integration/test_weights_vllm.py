@@ -50,7 +50,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Outcomes of a model whose head is its embedding."""
+    """Outcomes of a model whose head is its embedding, and whose logits have a factor."""
     return _play("tied", tmp_path_factory.mktemp("tied"))
 
 
@@ -95,6 +95,13 @@ def test_a_tied_engine_is_exact_after_every_publish(tied: Outcomes) -> None:
 def test_a_mixture_of_experts_in_buckets_smaller_than_a_layer_is_exact_after_every_publish(moe: Outcomes) -> None:
     assert is_exact(moe["first"]), moe["first"]
     assert is_exact(moe["second"]), moe["second"]
+
+
+@pytest.mark.thorough("test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish")
+def test_biases_that_experts_are_chosen_with_are_exact_after_every_publish(tmp_path: Path) -> None:
+    outcomes = _play("balanced", tmp_path)
+    assert is_exact(outcomes["first"]), outcomes["first"]
+    assert is_exact(outcomes["second"]), outcomes["second"]
 
 
 @pytest.mark.thorough("test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish")

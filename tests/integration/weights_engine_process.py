@@ -51,7 +51,7 @@ from rolecall.weights.fingerprint import fingerprint
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.transferred import Transferred
-from tests.tiny_models import write_gpt_oss, write_qwen3, write_qwen3_moe
+from tests.tiny_models import write_glm4_moe, write_gpt_oss, write_granite, write_qwen3, write_qwen3_moe
 
 PROMPT = [5, 9, 23, 77, 4]
 NUM_TOKENS = 12
@@ -237,6 +237,10 @@ def write_model(kind: str, path: Path, seed: int) -> Path:
     """A random model whose heads are of the smallest size that vLLM computes on CPUs."""
     if kind == "moe":
         return write_qwen3_moe(path, vocab=VOCAB, seed=seed, head_dim=32, expert_hidden=64)
+    if kind == "balanced":
+        return write_glm4_moe(path, vocab=VOCAB, seed=seed, head_dim=32)
+    if kind == "scaled":
+        return write_granite(path, tied=True, vocab=VOCAB, hidden=128, seed=seed)
     if kind == "sinks":
         return write_gpt_oss(path, vocab=VOCAB, seed=seed)
     return write_qwen3(path, tied=kind == "tied", vocab=VOCAB, hidden=128, kv_heads=4, seed=seed)
@@ -296,7 +300,7 @@ async def dense(bench: Bench) -> None:
 
 
 async def tied(bench: Bench) -> None:
-    """A tied model, and a head that computes with old weights."""
+    """A tied model whose logits are scaled, and a head that computes with old weights."""
     await bench.publish("first", 0)
     await bench.publish("second", 1)
     head = (await bench.vllm_model()).get_submodule("lm_head")
@@ -314,6 +318,12 @@ async def moe(bench: Bench) -> None:
     await bench.publish("missing expert", 0, [named for named in bench.weights[0] if named[0] != expert])
     await bench.open()
     await bench.publish("healed", 0)
+
+
+async def balanced(bench: Bench) -> None:
+    """A mixture of experts that are chosen with biases, which are no parameters to transformers."""
+    await bench.publish("first", 0)
+    await bench.publish("second", 1)
 
 
 async def sinks(bench: Bench) -> None:
@@ -370,9 +380,10 @@ async def sink_stages(bench: Bench) -> None:
 
 SCENARIOS: dict[str, tuple[Callable[[Bench], Awaitable[None]], str, int, dict[str, int]]] = {
     "dense": (dense, "dense", 16 * 2**20, {}),
-    "tied": (tied, "tied", 30_000, {}),
+    "tied": (tied, "scaled", 30_000, {}),
     "moe": (moe, "moe", 20_000, {}),
     "sinks": (sinks, "sinks", 20_000, {}),
+    "balanced": (balanced, "balanced", 20_000, {}),
     "worker": (workers, "dense", 30_000, {"tensor_parallel_size": 1}),
     "workers": (workers, "dense", 30_000, {"tensor_parallel_size": 2}),
     "sink_workers": (workers, "sinks", 20_000, {"tensor_parallel_size": 2}),

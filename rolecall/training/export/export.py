@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from transformers import PreTrainedModel
 
 from rolecall.checkpoint.manifest import StoredFile, verify
 from rolecall.checkpoint.storage import Storage
@@ -23,7 +24,7 @@ from rolecall.training.engine import SavedModel
 from rolecall.training.model import lora
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.huggingface import ModelFiles, write_model
-from rolecall.training.model.packed_model import PackedModel, build_model
+from rolecall.training.model.packed_model import PackedModel, build_model, state_buffers
 from rolecall.training.options import DTYPES
 
 
@@ -58,8 +59,7 @@ def export(
 
         section = saved.lora
         if section is None:
-            conversion = Conversion(build_model(source, saved.head, torch.float32).hf)
-            return written(_whole(saved, conversion, wanted))
+            return written(_whole(saved, build_model(source, saved.head, torch.float32).hf, wanted))
         directory = base or saved.source
         base_files = ModelFiles(directory)
         if lora.base_digest(base_files, section) != saved.base_digest:
@@ -89,9 +89,11 @@ def _describe(config: Path, dtype: str) -> None:
     config.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
-def _whole(saved: SavedModel, conversion: Conversion, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def _whole(saved: SavedModel, hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    conversion, state = Conversion(hf), state_buffers(hf)
     for name in saved:
-        yield from conversion.to_checkpoint(name, saved.tensor(name).to(dtype)).items()
+        tensor = saved.tensor(name) if name in state else saved.tensor(name).to(dtype)
+        yield from conversion.to_checkpoint(name, tensor).items()
 
 
 def _merged(
@@ -101,6 +103,7 @@ def _merged(
     value head, which was trained whole. Experts come a layer's parameter at a time.
     """
     conversion = Conversion(model.hf)
+    state = state_buffers(model.hf)
     names = lora.parameter_names(model.hf, conversion)
     heads = [name for name in saved if not lora.is_adapter(name)]
     stacked = set(lora.stacked_experts(model.hf)) if section.experts else set()
@@ -114,7 +117,7 @@ def _merged(
             shape = model.hf.get_parameter(own).shape
             tensor = conversion.from_checkpoint(own, shape, base.tensor, slice(None)).to(dtype)
         else:
-            tensor = base.tensor(name).to(dtype)
+            tensor = base.tensor(name) if own in state else base.tensor(name).to(dtype)
         tensor = lora.with_adapter(own, tensor, saved, saved.tensor, section, conversion, DTYPES[saved.dtype])
         yield from conversion.to_checkpoint(own, tensor).items() if own in stacked else [(name, tensor)]
     for name in heads:

@@ -46,7 +46,7 @@ from rolecall.training.model.compiled import compile_layers, compiling
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.model.lora import adapters_off, prepare_adapters, weights_to_publish
-from rolecall.training.model.packed_model import PackedModel, PolicyModel, build_model, layers
+from rolecall.training.model.packed_model import PackedModel, PolicyModel, build_model, layers, state_buffers
 from rolecall.training.model.parameters import ParameterFiles
 from rolecall.training.model.prefixes import SharedPrefixes
 from rolecall.training.model.router_replay import check_followed, follow_routes
@@ -256,13 +256,19 @@ class FsdpEngine:
         self._shards.release()
         self.onload("parameters")
         parameters, options = dict(self._model.hf.named_parameters()), self._options
+        state = state_buffers(self._model.hf)
 
         def gather(name: str, dtype: torch.dtype) -> torch.Tensor:
             self._progressed()
-            return whole(parameters[name].detach().to(dtype))
+            return state[name] if name in state else whole(parameters[name].detach().to(dtype))
 
         yield from weights_to_publish(
-            parameters, gather, self._conversion, self.dtype, options.lora, merges=options.merges_adapters
+            [*parameters, *state],
+            gather,
+            self._conversion,
+            self.dtype,
+            options.lora,
+            merges=options.merges_adapters,
         )
 
     def snapshot(self) -> checkpoint.Snapshot:
@@ -425,9 +431,9 @@ class FsdpEngine:
         for key, tensor in tensors.items():
             there = self._on_host.lying("optimizer", key, local_part(tensor))
             parts[key] = replace(self.layout.part(tensor), views=(there,))
-        for name, parameter in self._model.hf.named_parameters():
-            if parameter.requires_grad or self._options.lora is None:  # a frozen tower is part of an exported model
-                parts[checkpoint.PARAMETER + name] = self.layout.part(parameter)
+        for name, tensor in (*self._model.hf.named_parameters(), *state_buffers(self._model.hf).items()):
+            if tensor.requires_grad or self._options.lora is None:  # a frozen tower is part of an exported model
+                parts[checkpoint.PARAMETER + name] = self.layout.part(tensor)
         return parts
 
     def _part(self, part: StatePart) -> dict[str, torch.Tensor]:

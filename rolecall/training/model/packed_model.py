@@ -95,6 +95,8 @@ class PolicyModel(PackedModel):
 
     float32_logits = False
     """Whether the output layer's products are kept in float32 where the model computes in half precision."""
+    logit_scale = 1.0
+    """The constant that the model multiplies its logits by."""
 
     def forward(
         self,
@@ -115,7 +117,7 @@ class PolicyModel(PackedModel):
             weight_VH,
             vocab,
             token_ids_N,
-            temperature_N,
+            temperature_N / self.logit_scale,
             score_mask_N,
             packed,
             entropy,
@@ -270,10 +272,12 @@ def build_model(path: Path, head: Head, dtype: torch.dtype) -> PackedModel:
             f"{path} holds {', '.join(named)}, which is not the causal language model {type(hf).__name__}; use a "
             "model with a language head"
         )
-    check_head(hf)
+    logit_scale = check_head(hf)
     if head == "policy":
         hf.tie_weights()
-        return PolicyModel(hf)
+        policy = PolicyModel(hf)
+        policy.logit_scale = logit_scale
+        return policy
     with torch.device("meta"):
         replaced_head = _replace_head(hf, config)
     hf.tie_weights()
@@ -294,6 +298,8 @@ def _empty(path: Path, config: PretrainedConfig, kind: type, dtype: torch.dtype)
             f"{path}: a {config.model_type} model ({', '.join(config.architectures or [])}) cannot be trained packed "
             f"({error}); use a causal language model"
         ) from error
+    for buffer in state_buffers(hf).values():
+        buffer.data = buffer.data.float()  # in half precision they would choose other experts
     return hf
 
 
@@ -348,8 +354,16 @@ def fill_buffers(model: PackedModel) -> None:
     meta device.
     """
     for module in model.hf.modules():
-        if any(True for _ in module.buffers(recurse=False)):
+        if module._non_persistent_buffers_set:
             model.hf._init_weights(module)
+
+
+def state_buffers(hf: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The buffers of `hf` that model directories hold, by name, as the biases that balance experts: read, published and
+    exported like parameters, and never trained.
+    """
+    derived = {f"{path}.{name}" for path, module in hf.named_modules() for name in module._non_persistent_buffers_set}
+    return {name: buffer for name, buffer in hf.named_buffers() if name not in derived}
 
 
 def _replace_head(hf: PreTrainedModel, config: PretrainedConfig) -> str:

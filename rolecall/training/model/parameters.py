@@ -17,7 +17,7 @@ from rolecall.training.model.box import Box
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.huggingface import ModelFiles
 from rolecall.training.model.lora import checkpoint_name, is_adapter, new_adapter, peft_name
-from rolecall.training.model.packed_model import VALUE_HEAD, PackedModel
+from rolecall.training.model.packed_model import VALUE_HEAD, PackedModel, state_buffers
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DERIVED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
@@ -79,7 +79,11 @@ def _check_all_known(model: PackedModel, files: ModelFiles, conversion: Conversi
     known = {
         piece
         for name, parameter in (
-            (checkpoint_name(name), parameter) for name, parameter in model.hf.named_parameters(remove_duplicate=False)
+            (checkpoint_name(name), parameter)
+            for name, parameter in (
+                *model.hf.named_parameters(remove_duplicate=False),
+                *state_buffers(model.hf).items(),
+            )
         )
         if not is_adapter(name)
         for piece in (name, *conversion.to_checkpoint(name, torch.empty(parameter.shape, device="meta")))
@@ -91,12 +95,6 @@ def _check_all_known(model: PackedModel, files: ModelFiles, conversion: Conversi
         for name in files
         if name not in known and not ignored.search(name) and not (replaced and name.startswith(replaced))
     )
-    state = sorted(set(unknown) & {name for name, _ in model.hf.named_buffers()})
-    if state:
-        raise ConfigError(
-            f"{type(model.hf).__name__} keeps state beside its parameters ({state[0]}), which is neither trained "
-            "nor published; use another model"
-        )
     if unknown:
         raise ConfigError(
             f"{files.path}: {len(unknown)} tensors have no place in the {type(model.hf).__name__} that its "

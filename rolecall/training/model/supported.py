@@ -36,6 +36,8 @@ _PLAIN = frozenset(
 """What stands between a plain model's last hidden states and its logits: one product, and other views of the same
 numbers.
 """
+_SCALING = {"mul": 1, "mul_": 1, "div": -1, "div_": -1}
+"""What may stand there, too, with a constant: the power of it that becomes a factor of the logits."""
 
 
 def without_dropout(config: PretrainedConfig) -> None:
@@ -53,9 +55,9 @@ def without_dropout(config: PretrainedConfig) -> None:
                 setattr(part, name, None)
 
 
-def check_head(hf: PreTrainedModel) -> None:
-    """Raises ConfigError when the logits of `hf` are more than its last hidden states times the weight of its output
-    layer. `hf` is on the meta device.
+def check_head(hf: PreTrainedModel) -> float:
+    """Returns the constant that `hf` multiplies its logits by, 1 in most models. ConfigError when they are more than
+    that, its last hidden states and the weight of its output layer. `hf` is on the meta device.
     """
     head, name = hf.get_output_embeddings(), type(hf).__name__
     if not isinstance(head, nn.Linear):
@@ -65,13 +67,14 @@ def check_head(hf: PreTrainedModel) -> None:
         raise ConfigError(
             f"{name} has a bias in its output layer, which logprobs do not support; use a model without one"
         )
-    extra = sorted(set(_operations(hf, head.in_features)) - _PLAIN)
+    recorder = _recorded(hf, head.in_features)
+    extra = sorted(recorder.names - _PLAIN)
     if extra:
         raise ConfigError(
-            f"{name} does more to its logits than its output layer ({', '.join(extra)}: scaling or soft-capping, "
-            "say), which logprobs do not support; "
-            "use a model without it"
+            f"{name} does more to its logits than its output layer and a constant factor ({', '.join(extra)}: "
+            "soft-capping, say), which logprobs do not support; use a model without it"
         )
+    return recorder.factor
 
 
 def check_stateless(hf: PreTrainedModel) -> None:
@@ -97,25 +100,31 @@ class _Hidden:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Notes operations: products with constants in `factor`, the others' names."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
+        self.names: set[str] = set()
+        self.factor = 1.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
+        name = func.overloadpacket.__name__
+        if name in _SCALING and isinstance(args[1], int | float):
+            self.factor *= args[1] ** _SCALING[name]
+        else:
+            self.names.add(name)
         return func(*args, **(kwargs or {}))
 
 
-def _operations(hf: PreTrainedModel, hidden_size: int) -> list[str]:
-    """Names of the operations by which the causal model makes logits of its backbone's output."""
+def _recorded(hf: PreTrainedModel, hidden_size: int) -> _Recorder:
+    """The operations by which the causal model makes logits of its backbone's output."""
     token_ids = torch.zeros(1, 3, dtype=torch.int64, device="meta")
     hidden = _Hidden(torch.empty(1, 3, hidden_size, dtype=hf.dtype, device="meta"))
-    backbone = hf.base_model
+    backbone, recorder = hf.base_model, _Recorder()
     backbone.forward = lambda *_, **__: hidden
     try:
-        with torch.no_grad(), _Recorder() as recorder:
+        with torch.no_grad(), recorder:
             hf(input_ids=token_ids, use_cache=False)
     finally:
         del backbone.forward
-    names: list[str] = recorder.names
-    return names
+    return recorder

@@ -24,6 +24,8 @@ from rolecall.training.model.logits.logprobs import VocabShard
 
 PARTIAL_GRADIENTS = "replicated_with_grad_allreduce"
 """Style of modules that every rank has whole and uses on its own heads."""
+_AFTER_A_CUT = ("q_norm", "k_norm", "act_fn")
+"""Names of modules whose input is what a matrix beside them gives. Plans of some models forget those."""
 INTERLEAVED = ("packed_colwise", "packed_rowwise")
 """Styles that leave a rank several separate pieces of one tensor; those of experts are avoided by giving ranks whole
 experts.
@@ -68,7 +70,7 @@ def split_tensors(hf: PreTrainedModel, mesh: DeviceMesh) -> None:
             f"{name} fuses matrices that tensor parallelism would cut into pieces ({', '.join(interleaved)}); set "
             "parallel.tensor to 1"
         )
-    inner = {module for module, style in plan.items() if style == PARTIAL_GRADIENTS}
+    inner = {module for module, style in plan.items() if style == PARTIAL_GRADIENTS} | unnamed_partial(hf, plan)
     whole = {module: style for module, style in plan.items() if module not in inner}
     whole |= dict.fromkeys(_named(hf, hf.get_input_embeddings()), "embedding_rowwise")
     if not hf.config.tie_word_embeddings:
@@ -90,6 +92,26 @@ def local_vocabulary(weight_VH: torch.Tensor) -> tuple[torch.Tensor, VocabShard 
     local = weight_VH.to_local()
     mesh = weight_VH.device_mesh
     return local, VocabShard(mesh.get_group(), mesh.get_local_rank() * local.shape[0])
+
+
+def unnamed_partial(hf: PreTrainedModel, plan: dict[str, str]) -> set[str]:
+    """Returns the modules, spelled as in `plan`, that it does not name although each rank uses their parameters on its
+    part of what a cut matrix gives. ConfigError where each head has parameters of its own.
+    """
+    from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
+
+    cut, found = {module.rpartition(".")[0] for module, style in plan.items() if style == "colwise"}, set()
+    for path, module in hf.named_modules():
+        wild = replace_layer_number_by_wildcard(path)
+        parent, _, own_name = wild.rpartition(".")
+        if own_name in _AFTER_A_CUT and parent in cut and wild not in plan and list(module.parameters()):
+            if any(parameter.ndim > 1 for parameter in module.parameters()):
+                raise ConfigError(
+                    f"{type(hf).__name__} has parameters for each head in {path}, which transformers' plan does not "
+                    "cut; set parallel.tensor to 1"
+                )
+            found.add(wild)
+    return found
 
 
 def _named(hf: PreTrainedModel, wanted: nn.Module | None) -> list[str]:
