@@ -12,6 +12,9 @@ from typing import TextIO
 
 from rolecall.errors import ConfigError, RoleCallError
 
+USAGE, INTERRUPTED = 2, 130
+"""Exit codes of a command: bad usage or configuration, and interrupted. 0 is done, and 1 failed."""
+
 
 def exit_code(command: Callable[[], int]) -> int:
     """Runs `command` on streams that are open, and returns its exit code: its own; 1 failed, or nobody reads what it
@@ -29,9 +32,9 @@ def exit_code(command: Callable[[], int]) -> int:
         return 1
     except RoleCallError as error:
         sys.stderr.write(f"rolecall: {error.message}\n")
-        return 2 if isinstance(error, ConfigError) else 1
+        return USAGE if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def open_streams() -> None:

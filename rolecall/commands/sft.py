@@ -5,9 +5,12 @@ service is needed.
 """
 
 import os
+import signal
 import subprocess
+from contextlib import suppress
 from itertools import islice
 
+from rolecall.commands.check.capacity import require_gpus
 from rolecall.commands.check.footprint import checkpoints
 from rolecall.data.adapters import check_start, num_adapter_parameters
 from rolecall.data.image_limits import check_sft_images
@@ -37,8 +40,8 @@ from rolecall.launcher.plan import (
 from rolecall.launcher.processes import STARTED, STOP_TIMEOUT_S, Worker
 from rolecall.launcher.tell_trackers import tell_trackers
 from rolecall.lifeline import tied
-from rolecall.settings import SftSettings, child_environment, require_visible
-from rolecall.terminal import say
+from rolecall.settings import SftSettings, child_environment
+from rolecall.terminal import INTERRUPTED, USAGE, say
 from rolecall.trackers import require as require_trackers
 
 NUM_TRIED = 100
@@ -52,7 +55,7 @@ def require(settings: SftSettings) -> None:
     require_folders(settings.run)
     for _ in require_trackers(settings.trackers):
         pass
-    require_visible(actor.devices, "actor.devices")
+    require_gpus("actor", actor.devices, actor.num_ranks)
     facts = read_model(path)
     check_trainable(path)
     check_parallel(path, actor.parallel)
@@ -71,10 +74,10 @@ def require(settings: SftSettings) -> None:
     longest = max_model_tokens(path)
     if settings.data.max_tokens > longest:
         raise ConfigError(f"data.max_tokens {settings.data.max_tokens} exceeds the model's {longest} tokens; lower it")
-    files = {"data.train": settings.data.train}
+    files = [("data.train", file) for file in settings.data.train]
     if settings.evaluation is not None:
-        files["evaluation.path"] = (settings.evaluation.path,)
-    for setting, file in files.items():
+        files.append(("evaluation.path", settings.evaluation.path))
+    for setting, file in files:
         examples = load_examples(file, settings.data, setting)
         tried = tokenize(islice(examples, NUM_TRIED), tokenizer, end, settings.data.max_tokens, visual_tokens)
         if tried.unshown:
@@ -87,7 +90,9 @@ def require(settings: SftSettings) -> None:
 
 
 def sft(settings: SftSettings, *, resume: bool) -> int:
-    """Runs `settings` to its end; 0. RoleCallError says what its ranks failed of."""
+    """Runs `settings` to its end and returns the exit code: 0 done, 130 interrupted. Call it from the main thread.
+    ConfigError or RoleCallError says what its ranks failed of.
+    """
     say("starting  checking the model and the examples\n")
     require(settings)
     lock = prepare_run_dir(settings, resume=resume)
@@ -105,7 +110,11 @@ def sft(settings: SftSettings, *, resume: bool) -> int:
             )
             return 0
         tell_trackers(settings, worker)
-        raise RoleCallError(final_line(worker) or describe_failure(worker, code))
+        if code == INTERRUPTED:
+            say("interrupted: --resume goes on from the newest checkpoint\n")
+            return code
+        failed = ConfigError if code == USAGE else RoleCallError
+        raise failed(final_line(worker) or describe_failure(worker, code))
     finally:
         os.close(lock)
 
@@ -124,18 +133,29 @@ def _plan(settings: SftSettings, resume: bool) -> Worker:
 
 
 def _run(worker: Worker) -> int:
-    """Runs the ranks and returns their exit code. Progress goes to our stdout, everything else to the log."""
+    """Runs the ranks and returns their exit code, or INTERRUPTED where this process is asked to stop. Progress goes to
+    our stdout, everything else to the log.
+    """
     with worker.log.open("ab") as log:
         log.write(f"{STARTED} {worker.name}\n".encode())
         log.flush()
         process = subprocess.Popen(
-            tied(worker.command), stdin=subprocess.DEVNULL, stderr=log, env=child_environment(worker.environment)
+            tied(worker.command),
+            stdin=subprocess.DEVNULL,
+            stderr=log,
+            env=child_environment(worker.environment),
+            start_new_session=True,  # else a terminal would interrupt the ranks, too, and twice
         )
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, signal.default_int_handler)
     try:
         return process.wait()  # bounded: by the training, whose ranks watch each other
     except KeyboardInterrupt:
-        try:
-            process.wait(STOP_TIMEOUT_S)  # it was interrupted, too
-        except subprocess.TimeoutExpired:
-            process.kill()
-        raise
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+        return INTERRUPTED
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -179,6 +179,8 @@ def _answered(prompt: Sequence[ChatMessage], text: str, tokenizer: ChatTokenizer
     ids, response = tokenizer.encode(tokenizer.render(prompt)), tokenizer.encode(text)
     if response[-1] != end:
         response.append(end)
+    if end in response[:-1]:
+        raise InvalidInputError(f"the response spells the token that ends it, {text[-80:]!r}; leave it out")
     num_images = sum(map(num_images_in, prompt))
     return Segment([*ids, *response], [0] * len(ids) + [1] * len(response), num_images)
 

@@ -96,6 +96,16 @@ class SftSettings(Section):
         """Whether a vision tower stays as it is: it learns nothing where no images are shown."""
         return self.model.freeze_vision_tower or not self.shows_images
 
+    def check_schedule(self, num_steps: int) -> None:
+        """ValueError where warm-up and decay take more steps than the fine-tuning has."""
+        optimizer = self.actor.optimizer
+        num_changing = optimizer.warmup_steps + (optimizer.decay_steps or 0)
+        if optimizer.decay_steps and num_changing > num_steps:
+            raise ValueError(
+                f"actor.optimizer.warmup_steps + decay_steps = {num_changing} exceed the {num_steps} optimizer steps; "
+                "shorten them"
+            )
+
     @model_validator(mode="after")
     def _longest_example_fits(self) -> Self:
         check_dtype(self.actor, self.model.dtype)
@@ -108,4 +118,6 @@ class SftSettings(Section):
             raise ValueError("actor.router_replay: examples have no routing to replay; leave it off")
         if self.actor.address is not None:
             raise ValueError("actor.address: rolecall sft calls no service and runs its ranks here; remove it")
+        if self.run.num_steps is not None:  # else it is checked once the examples are counted
+            self.check_schedule(self.run.num_steps)
         return self

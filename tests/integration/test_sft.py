@@ -240,7 +240,7 @@ def interruptible() -> Iterator[None]:
     ("number", "code", "end"),
     [
         pytest.param(0, 0, "DONE", marks=pytest.mark.thorough("test_trackers_are_told_how_it_ended")),
-        pytest.param(signal.SIGINT, 1, "STOPPED", marks=pytest.mark.thorough("test_trackers_are_told_how_it_ended")),
+        pytest.param(signal.SIGINT, 130, "STOPPED", marks=pytest.mark.thorough("test_trackers_are_told_how_it_ended")),
         (signal.SIGUSR1, 1, "FAILED"),
         (signal.SIGKILL, 1, "FAILED"),
     ],
@@ -258,6 +258,43 @@ def test_trackers_are_told_how_it_ended(
     answer = subprocess.run(command(config), capture_output=True, text=True, timeout=300, check=False)
     assert answer.returncode == code, answer.stderr
     assert told.read_text().split() == [end]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "number"),
+    [
+        (1, signal.SIGTERM),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.thorough("test_one_that_is_asked_to_stop_says_how_to_go_on")),
+    ],
+)
+@pytest.mark.usefixtures("interruptible")
+def test_one_that_is_asked_to_stop_says_how_to_go_on(
+    model: Path, data: Path, tmp_path: Path, num_ranks: int, number: signal.Signals
+) -> None:
+    """The signal is the command's alone, as of `kill`. A terminal that goes stops nothing under nohup."""
+    (tmp_path / "ended.py").write_text(ENDED)
+    told = tmp_path / "told"
+    custom = {"function": f"{tmp_path}/ended:Ended", "options": {"path": str(told), "number": 0}}
+    config = write_config(tmp_path / "job", model, data, trackers={"tensorboard": False, "custom": custom})
+    more = ["--run.num_steps=100000", "--evaluation.every_steps=0", f"--actor.num_ranks={num_ranks}"]
+    process = subprocess.Popen(["nohup", *command(config, *more)], stdout=subprocess.PIPE, text=True)
+    checkpoints, deadline = config.parent / "run" / "checkpoints", time.monotonic() + 200
+    folder = RunCheckpoints(open_storage(str(checkpoints)), 2)
+
+    def wait_for(num_steps: int) -> None:
+        while not folder.steps() or folder.steps()[-1] < num_steps:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+
+    wait_for(4)
+    process.send_signal(signal.SIGHUP)
+    wait_for(folder.steps()[-1] + 8)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.endswith("interrupted: --resume goes on from the newest checkpoint\n")
+    assert told.read_text().split() == ["STOPPED"]
 
 
 @pytest.mark.thorough("test_killed_trainers_end_with_the_weights_of_trainers_that_were_never_killed")
@@ -347,12 +384,19 @@ def test_a_fine_tuning_goes_on_without_the_folder_of_the_adapter_that_it_began_w
         ("--model.path=nowhere", "model.path"),
         ("--data.nonsense=1", "data.nonsense"),
         ("--actor.moe.z_coef=0.1", "actor.moe"),
+        ("--actor.devices=[0, 1]", "actor has 2 GPUs for 1 ranks; give one each"),
+        ("--data.train=[train.jsonl, tools.jsonl]", "tools.jsonl, line 1, field 'prompt': the chat template does not"),
     ],
 )
 def test_mistakes_are_answered_before_anything_starts(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, complaint: str
 ) -> None:
-    assert main(["sft", str(write_config(tmp_path / "job", model, data)), override]) == 2
+    config = write_config(tmp_path / "job", model, data)
+    shutil.copy(data / "train.jsonl", config.parent)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    tools = [{"type": "function", "function": {"name": "sort"}}]
+    (config.parent / "tools.jsonl").write_text(json.dumps({"prompt": talk, "tools": tools}))
+    assert main(["sft", str(config), override]) == 2
     assert complaint in capsys.readouterr().err
     assert not (tmp_path / "job" / "run").exists()
 
@@ -366,6 +410,15 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_anything_starts(
     assert "a checkpoint takes about" in (said := capsys.readouterr().err)
     assert "0.0 MiB free; make room" in said
     assert not (tmp_path / "job" / "run").exists()
+
+
+def test_a_mistake_that_the_ranks_find_has_the_same_exit_code(model: Path, data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "job", model, data)
+    answer = subprocess.run(
+        command(config, "--data.max_tokens=3"), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert answer.returncode == 2
+    assert "data.train: no example fits data.max_tokens 3; raise it or shorten the examples" in answer.stderr
 
 
 def _exported_once(config: Path) -> Path:

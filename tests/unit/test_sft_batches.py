@@ -56,3 +56,17 @@ def test_a_length_on_the_command_line_goes_before_the_other_in_the_file(tmp_path
     (file := tmp_path / "sft.yaml").write_text(json.dumps(tree(tmp_path, num_epochs=2)))
     run = load_sft_settings(file, ["run.num_steps=4"]).run
     assert (run.num_steps, run.num_epochs) == (4, None)
+
+
+def test_a_decay_that_does_not_fit_is_told_at_once_where_the_steps_are_known(tmp_path: Path) -> None:
+    optimizer = {"schedule": "wsd", "warmup_steps": 3, "decay_steps": 2}
+    for num_steps in (5, 4):
+        settings = tree(tmp_path, num_steps=num_steps) | {"actor": {"optimizer": optimizer}}
+        if num_steps < 5:
+            with pytest.raises(ValueError, match=r"actor\.optimizer\.warmup_steps \+ decay_steps = 5 exceed the 4"):
+                SftSettings.model_validate(settings)
+        else:
+            SftSettings.model_validate(settings)
+    in_epochs = SftSettings.model_validate(tree(tmp_path, num_epochs=1) | {"actor": {"optimizer": optimizer}})
+    with pytest.raises(ValueError, match="exceed the 4 optimizer steps"):
+        in_epochs.check_schedule(4)

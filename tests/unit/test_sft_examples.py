@@ -52,6 +52,12 @@ def test_a_response_that_ends_itself_is_not_ended_twice(model: Path, tmp_path: P
     assert row["token_ids"].tolist().count(EOS_TOKEN_ID) == 2  # the prompt's own turn, and the response's
 
 
+def test_a_response_that_goes_on_after_its_end_is_refused(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "b<|im_end|>\n"}]
+    with pytest.raises(ConfigError, match=r"line 2: the response spells the token that ends it, 'b<.im_end.>.n'"):
+        tokenize(load(tmp_path, *rows), ChatTokenizer(model), EOS_TOKEN_ID, 100)
+
+
 def test_prompts_and_responses_may_be_messages(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     (found,) = load(

@@ -13,11 +13,11 @@ from rolecall.trackers import End
 from rolecall.training.sft.report import SftReport
 
 
-def settings_in(folder: Path) -> SftSettings:
-    (folder / "run").mkdir()
+def settings_in(folder: Path, length: str = "num_steps") -> SftSettings:
+    (folder / "run").mkdir(exist_ok=True)
     return SftSettings.model_validate(
         {
-            "run": {"name": "test", "dir": folder / "run", "num_steps": 2},
+            "run": {"name": "test", "dir": folder / "run", length: 2},
             "model": {"path": folder},
             "data": {"train": folder / "train.jsonl", "batch_size": 1},
             "trackers": {"tensorboard": False},
@@ -26,9 +26,12 @@ def settings_in(folder: Path) -> SftSettings:
 
 
 def test_a_training_without_a_step_left_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = settings_in(tmp_path)
-    for step, told in ((1, "from step 1\n"), (3, "from step 3, which is all; a larger run.num_steps goes on\n")):
-        report = SftReport(settings, 2, 2)
+    for length, step, told in (
+        ("num_steps", 1, "from step 1\n"),
+        ("num_steps", 3, "from step 3, which is all; a larger run.num_steps goes on\n"),
+        ("num_epochs", 3, "from step 3, which is all; a larger run.num_epochs goes on\n"),
+    ):
+        report = SftReport(settings_in(tmp_path, length), 2, 2)
         report.begin(step, TokenizedExamples((), 0, ""))
         report.close(End.DONE)
         assert told in capsys.readouterr().out

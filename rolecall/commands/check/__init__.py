@@ -9,11 +9,10 @@ import io
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TextIO
 
 from rolecall.algorithms.advantages.custom import load as load_advantage
-from rolecall.commands.check.capacity import check_capacity
+from rolecall.commands.check.capacity import check_capacity, require_gpus
 from rolecall.commands.check.explain import explain
 from rolecall.commands.check.footprint import memory_and_disk
 from rolecall.commands.check.models import policy_model, tokenizer_and_models
@@ -33,7 +32,6 @@ from rolecall.settings import (
     RunSettings,
     TrainerSection,
     may_meet,
-    require_visible,
 )
 from rolecall.trackers import require as require_trackers
 
@@ -259,13 +257,8 @@ def _placement(settings: RunSettings) -> Iterator[str]:
     yield "placement: " + ", ".join(
         f"{name} on {'GPU ' + ' '.join(map(str, devices)) if devices else 'CPU'}" for name, devices, _ in placed
     )
-    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
     for name, devices, num_ranks in placed:
-        if devices and len(devices) != num_ranks:
-            raise ConfigError(f"{name} has {len(devices)} GPUs for {num_ranks} ranks; give one each")
-        require_visible(devices, name)
-        if any(device >= present for device in devices):
-            raise ConfigError(f"{name} names GPU {max(devices)}; this machine has {present}")
+        require_gpus(name, devices, num_ranks)
 
 
 def _deadlines(settings: RunSettings) -> Iterator[str]:

@@ -5,7 +5,7 @@ Refuses only what cannot be: what is counted is the least that a role needs, wit
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from rolecall.data.model_files import ModelFacts, max_model_tokens
 from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_held
 from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts, received_bytes, trains_nothing
 from rolecall.errors import ConfigError
-from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
+from rolecall.settings import OptimizerSection, RunSettings, TrainerSection, require_visible
 from rolecall.settings.deadlines import model_bytes
 from rolecall.settings.services import CPU_CACHE_BYTES
 
@@ -46,6 +46,16 @@ def host_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/c
         with suppress(OSError, ValueError):  # another kind of control groups, or "max"
             limits.append(int((cgroup / name).read_text()))
     return min(limits)
+
+
+def require_gpus(name: str, devices: Sequence[int], num_ranks: int) -> None:
+    """ConfigError when the GPUs `devices` of `name` are not one for each of its ranks, or not all on this machine."""
+    if devices and len(devices) != num_ranks:
+        raise ConfigError(f"{name} has {len(devices)} GPUs for {num_ranks} ranks; give one each")
+    require_visible(devices, name)
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if any(device >= present for device in devices):
+        raise ConfigError(f"{name} names GPU {max(devices)}; this machine has {present}")
 
 
 def check_capacity(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:

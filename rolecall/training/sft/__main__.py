@@ -8,6 +8,7 @@ import argparse
 import faulthandler
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,13 +18,14 @@ from rolecall import telemetry
 from rolecall.errors import ConfigError, RoleCallError, WorkerLostError
 from rolecall.lifeline import die_with_parent
 from rolecall.settings import SftSettings, load_sft_settings, parent_to_die_with, rank_of_process
+from rolecall.terminal import INTERRUPTED, USAGE
 
 START_TIMEOUT_S, IMAGES_TIMEOUT_S = 300.0, 3600.0
 """Seconds until all ranks have met; the longer where examples show images, which rank 0 may have to put away."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the process: 0, 1 failed, 2 bad configuration."""
+    """Exit code of the process: 0, 1 failed, 2 bad configuration, 130 interrupted."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
     parser.add_argument("--resume", action="store_true")
@@ -34,12 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = load_sft_settings(arguments.config)
     rank = rank_of_process()[0]
     worker = "sft" if rank == 0 else f"sft rank {rank}"
+    # also where whoever started us ignores it; the other ranks end as rank 0 does, which first tells the trackers
+    signal.signal(signal.SIGINT, signal.default_int_handler if rank == 0 else signal.SIG_IGN)
     try:
         telemetry.configure(settings.telemetry, "sft", worker, run=settings.run.name)
         _train(settings, resume=arguments.resume)
     except RoleCallError as error:
         _say(error.message)
-        return 2 if isinstance(error, ConfigError) else 1
+        return USAGE if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except Exception as error:  # entry point: whatever ended the rank is said once, here
         traceback.print_exc()
         _say(f"{type(error).__name__}: {error}")

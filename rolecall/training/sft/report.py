@@ -22,6 +22,7 @@ class SftReport:
     def __init__(self, settings: SftSettings, num_steps: int, num_per_epoch: int) -> None:
         self._trackers = Trackers(settings)
         self._num_steps = num_steps
+        self._in_steps = settings.run.num_steps is not None
         self._num_per_epoch = num_per_epoch
         self._live = sys.stdout.isatty()
         self._first = 0
@@ -35,7 +36,8 @@ class SftReport:
         num_examples, num_too_long, num_unshown = len(examples.rows), examples.num_too_long, len(examples.unshown)
         refused = f", {num_too_long} refused (longer than data.max_tokens)" if num_too_long else ""
         refused += f", {num_unshown} left out (images that cannot be shown)" if num_unshown else ""
-        done = ", which is all; a larger run.num_steps goes on" if step >= self._num_steps else ""
+        length = f"run.{'num_steps' if self._in_steps else 'num_epochs'}"
+        done = f", which is all; a larger {length} goes on" if step >= self._num_steps else ""
         say(
             f"{num_examples} examples{refused}, {self._num_steps} steps, {self._num_per_epoch} an epoch, from "
             f"step {step}{done}\n"

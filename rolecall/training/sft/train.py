@@ -87,12 +87,10 @@ class SftRank:
         )
         self._batches = batches
         self._num_steps = run.num_steps or (run.num_epochs or 0) * batches.num_per_epoch
-        changing = actor.optimizer.warmup_steps + (actor.optimizer.decay_steps or 0)
-        if actor.optimizer.decay_steps and changing > self._num_steps:
-            raise ConfigError(
-                f"actor.optimizer.warmup_steps + decay_steps = {changing} exceed the {self._num_steps} optimizer "
-                "steps; shorten them"
-            )
+        try:
+            settings.check_schedule(self._num_steps)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         options = EngineOptions(
             path=settings.model.path,
             chat_template=read_template(settings.model.chat_template),
