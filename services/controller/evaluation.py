@@ -322,7 +322,7 @@ class Evaluation:
         prompt's responses; in halves, so that those of one prompt that are never scored stand alone at last. They are
         given up when they failed TRIES times since others were scored.
         """
-        items = [score_item(response.answer.meta, _token_ids(response)) for response in responses]
+        items = await asyncio.to_thread(_items, responses)  # of a large set it takes half a minute
         shown = {response.answer.meta.id: response for response in responses} if self._settings.shows_images else {}
         scored: dict[str, Score] = {}
         left = deque(_Unscored(chunk) for chunk in chunked(items, SCORE_CHUNK))
@@ -437,6 +437,10 @@ def _summarise_sources(
             metrics.mean(f"{prefix}/source/{source}/accuracy", float(score.reaches(solved_at)))
     for source, found in places.items():
         metrics.sum(f"{prefix}/source/{source}/prompts", len(found))
+
+
+def _items(responses: Sequence[_Response]) -> list[reward_pb2.ScoreItem]:
+    return [score_item(response.answer.meta, _token_ids(response)) for response in responses]
 
 
 def _with_images(items: Sequence[reward_pb2.ScoreItem], shown: Mapping[str, _Response]) -> list[reward_pb2.ScoreItem]:
