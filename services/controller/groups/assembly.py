@@ -141,9 +141,9 @@ class Assembly:
         last = self._live.pop(gid, None)
         if last is None:
             return
-        self._num_live[last] -= 1
+        _lessen(self._num_live, last)
         if self._ready.pop(gid, None) is not None:
-            self._num_ready[last] -= 1
+            _lessen(self._num_ready, last)
 
     @property
     def num_live(self) -> int:
@@ -187,3 +187,10 @@ class Assembly:
     def _note_change(self) -> None:
         self.num_changes += 1
         self._changed.set()
+
+
+def _lessen(counts: Counter[int], last: int) -> None:
+    """Counts one less; nothing is kept of batches that are over."""
+    counts[last] -= 1
+    if not counts[last]:
+        del counts[last]
