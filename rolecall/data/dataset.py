@@ -10,9 +10,8 @@ import json
 import logging
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -41,6 +40,8 @@ UID_FIELD = "uid"
 MAX_DEPTH = 24
 """Lists and objects in each other in a field of a prompt: protobuf reads messages 100 deep, and an object takes three.
 """
+TOLD_ROWS = 250_000
+"""Rows between two words on how far the reading is: some seconds."""
 PARQUET_ROWS, PARQUET_BUFFER_BYTES = 64, 2**20
 """Rows of a parquet file that are read at a time, and bytes of a column: rows may hold images."""
 
@@ -55,7 +56,7 @@ _OTHERS = (".gz", ".bz2", ".xz", ".zst", ".zip", ".csv", ".tsv", ".arrow", ".fea
 """Ends of the names of files that are neither JSON lines nor parquet."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RawPrompt:
     """One row of the dataset, read and checked, not yet rendered."""
 
@@ -99,15 +100,19 @@ class RawPrompt:
 
 def _num_bytes(value: object) -> int:
     """Bytes of `value` in a protobuf Struct, at most: what it says and 16 for tags and lengths."""
+    if isinstance(value, str):  # first, for most are
+        return 16 + (len(value) if value.isascii() else len(value.encode(errors="replace")))
     if isinstance(value, Mapping):
         return 16 + sum(_num_bytes(str(key)) + _num_bytes(item) for key, item in value.items())
     if isinstance(value, list | tuple):
         return 16 + sum(map(_num_bytes, value))
-    return 16 if isinstance(value, bool | int | float) else 16 + len(str(value).encode(errors="replace"))
+    return 16 if isinstance(value, (int, float)) else 16 + len(str(value).encode(errors="replace"))
 
 
-def load_training_prompts(settings: RunSettings) -> list[RawPrompt]:
-    """The rows of `data.train` that the run is trained on, in their order. ConfigError as of `load_prompts`."""
+def load_training_prompts(settings: RunSettings, tell: Callable[[str], None] = lambda what: None) -> list[RawPrompt]:
+    """The rows of `data.train` that the run is trained on, in their order. ConfigError, and `tell`, as of
+    `load_prompts`.
+    """
     return load_prompts(
         settings.data.train,
         settings.data,
@@ -115,6 +120,7 @@ def load_training_prompts(settings: RunSettings) -> list[RawPrompt]:
         settings.algorithm.distillation,
         environments=settings.environments,
         max_prompts=settings.data.max_prompts,
+        tell=tell,
     )
 
 
@@ -127,6 +133,7 @@ def load_prompts(
     environments: Mapping[str, EnvironmentSection] = {},
     counts_images: bool = False,
     max_prompts: int | None = None,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> list[RawPrompt]:
     """All rows of `files` in their order, or `max_prompts` of them, drawn the same each time; no other is looked at.
     Nothing is kept of their images but how many where it `counts_images`. ConfigError names the line (from 1) and the
@@ -134,13 +141,13 @@ def load_prompts(
 
     At most one of `environments` may take a prompt. A component of `reward` must apply to every prompt, and a ground
     truth must be there when one compares with it; what scorers elsewhere need is theirs to say. A teacher must be there
-    for every prompt that is trained on with `distillation`.
+    for every prompt that is trained on with `distillation`. `tell` is called with what is read after every TOLD_ROWS.
     """
     left_out: set[str] = set()
     paths = (files,) if isinstance(files, Path) else files
     setting = "data.train and evaluation.sets.*.path"
     folders = [None if counts_images else path.parent for path in paths]
-    rows = rows_of(files, setting, data.preprocess, data.images_field)
+    rows = _told(rows_of(files, setting, data.preprocess, data.images_field), tell)
     prompts = [
         _parse(
             row,
@@ -172,6 +179,13 @@ def load_prompts(
         if distillation is not None:
             _check_teacher(prompt, distillation)
     return prompts
+
+
+def _told(rows: Iterable[_Row], tell: Callable[[str], None]) -> Iterator[_Row]:
+    for number, row in enumerate(rows, 1):
+        if number % TOLD_ROWS == 0:
+            tell(f"the prompts, {number:,} rows so far, to {row[2]}")
+        yield row
 
 
 def _drawn(rows: Iterable[_Row], num: int) -> list[_Row]:
@@ -259,17 +273,20 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    decoder = json.JSONDecoder(object_pairs_hook=_once)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield number, _json_row(line, f"{path}, line {number}")
+                yield number, _json_row(line, f"{path}, line {number}", decoder)
 
 
-def _json_row(line: bytes, where: str) -> dict[str, Any]:
+def _json_row(line: bytes, where: str, decoder: json.JSONDecoder) -> dict[str, Any]:
     try:
-        row = parse_json(line.decode("utf-8-sig").rstrip(), partial(_once, where=where))
+        row = parse_json(line.decode("utf-8-sig").rstrip(), decoder)
         if b"\\u" in line:
             json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON and no text
+    except _TwiceError as error:
+        raise ConfigError(f"{where}: the field {error.field!r} is there twice; remove one") from error
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{where}: not JSON ({error.msg} at column {error.colno}); one JSON object a line is needed"
@@ -285,12 +302,19 @@ def _json_row(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
-def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
-    """The object of these fields; ConfigError names one that is there twice."""
-    found = dict(pairs)
+class _TwiceError(Exception):
+    """An object of JSON has a field twice."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__(field)
+        self.field = field
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these fields, whose names all rows share. _TwiceError names one that is there twice."""
+    found = {sys.intern(name): value for name, value in pairs}
     if len(found) < len(pairs):
-        twice = next(name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place]))
-        raise ConfigError(f"{where}: the field {twice!r} is there twice; remove one")
+        raise _TwiceError(next(name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place])))
     return found
 
 
@@ -316,7 +340,7 @@ def _parse(
     if data.system_prompt is not None and messages[0][0] != "system":
         messages = (("system", data.system_prompt), *messages)
     known = {data.prompt_field, data.ground_truth_field, data.images_field, UID_FIELD}
-    metadata = {key: value for key, value in row.items() if key not in known and value is not None}
+    metadata = {sys.intern(key): value for key, value in row.items() if key not in known and value is not None}
     for part in reward.components.values():
         if isinstance(part.scorer, CodeScorer) and isinstance(tests := metadata.get(part.scorer.tests), Mapping):
             # as text: a message knows float64 alone, and calls are made with the numbers that were written
@@ -367,18 +391,22 @@ def images_of(
 
 def _check_carried(value: object, field: str, depth: int = 0) -> None:
     """ConfigError when no message could carry what `field` holds."""
-    if isinstance(value, Mapping | list | tuple):
+    if isinstance(value, str):  # first, for most are
+        return
+    if isinstance(value, (Mapping, list, tuple)):
         if depth == MAX_DEPTH:
             raise ConfigError(f"{field}: nested more than {MAX_DEPTH} deep; flatten it, or write it as text")
         for item in value.values() if isinstance(value, Mapping) else value:
             _check_carried(item, field, depth + 1)
-    elif isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+    elif isinstance(value, (int, float)) and not abs(value) <= sys.float_info.max:
         raise ConfigError(f"{field}: a number that no message holds, as NaN or one beyond a float64; write text")
 
 
 def _is_rounded(value: object) -> bool:
     """Whether there is a whole number in `value` that a float64 rounds."""
-    if isinstance(value, Mapping | list | tuple):
+    if isinstance(value, str):
+        return False
+    if isinstance(value, (Mapping, list, tuple)):
         return any(map(_is_rounded, value.values() if isinstance(value, Mapping) else value))
     return isinstance(value, int) and float(value) != value
 
@@ -487,7 +515,7 @@ def parse_messages(value: object, where: str, *, shows_images: bool = False) -> 
             content = text_of_parts(content, where)
         if not isinstance(content, str) or not isinstance(message.get("role"), str):
             raise ConfigError(f"{where}: a message is not {{role: text, content: text}}: {str(message)[:200]}; mend it")
-        messages.append((message["role"], content))
+        messages.append((sys.intern(message["role"]), content))  # one for all rows
     if not any(content.strip() for _, content in messages):
         raise ConfigError(f"{where}: the prompt is empty; write one or remove the line")
     return tuple(messages)

@@ -2,16 +2,15 @@
 
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 
-def parse_json(text: str, object_of: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Reads `text`, each object by `object_of` its fields (None: a dict). ValueError says why it cannot be read; it is
-    a JSONDecodeError where the place is known.
+def parse_json(text: str, decoder: json.JSONDecoder | None = None) -> Any:
+    """Reads `text`, by a `decoder` of the caller's where it is given. ValueError says why it cannot be read; it is a
+    JSONDecodeError where the place is known.
     """
     try:
-        return json.loads(text, object_pairs_hook=object_of)
+        return json.loads(text) if decoder is None else decoder.decode(text)
     except json.JSONDecodeError:
         raise
     except RecursionError as error:

@@ -351,7 +351,11 @@ Conditions: TypeAlias = dict[str, FieldValue | Annotated[tuple[FieldValue, ...],
 
 def holds(when: Conditions, metadata: Mapping[str, object]) -> bool:
     """Whether a prompt with these fields meets all conditions."""
-    return all(any(_equal(metadata.get(field), value) for value in _values(wanted)) for field, wanted in when.items())
+    for field, wanted in when.items():  # a loop: it is asked for every prompt of every component and environment
+        found = metadata.get(field)
+        if not (any(_equal(found, each) for each in wanted) if isinstance(wanted, tuple) else _equal(found, wanted)):
+            return False
+    return True
 
 
 def may_meet(one: Conditions, other: Conditions) -> bool:

@@ -6,7 +6,7 @@ by a new lineage), that streams, pending entries, batches and rows belong to the
 transition happened twice or out of turn, and that every sampled token was trained, masked or dropped. It only reads,
 and may run beside a living run: what changes while rows are looked at is looked at again.
 
-Bounds: it holds the history in memory, about 1 KB a group, and the names of all rows.
+Bounds: it holds the history in memory, about 0.5 KB a group, and the names of all rows.
 """
 
 from collections.abc import Mapping

@@ -26,6 +26,8 @@ fields.
 """
 
 import json
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -94,11 +96,39 @@ def read_history(connection: Connection, run: str, file: Path | None, last: str)
     The stream is read before the file, because that is the way events go: what is drained in between is in the file.
     """
     streamed = list(_read_stream(connection, f"{{rl:{run}}}:history", last))
-    seen: set[str] = set()
+    seen, end = _Seen(), order(last)
     for event in chain(_read_lines(file), streamed) if file is not None and file.exists() else streamed:
-        if event.id not in seen and order(event.id) <= order(last):
-            seen.add(event.id)
+        place = order(event.id)
+        if place <= end and seen.is_new(place):
             yield event
+
+
+class _Seen:
+    """The ids of events that were read, 16 bytes each: they grow, but where a store that was lost gave some again, or
+    lines were written again.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[array[int], array[int]]] = []
+        """Milliseconds and numbers of ids, which grow within a run."""
+
+    def is_new(self, place: tuple[int, int]) -> bool:
+        """Whether the id was not read before; it counts as read from here on."""
+        if any(_holds(run, place) for run in self._runs):
+            return False
+        if not self._runs or (self._runs[-1][0][-1], self._runs[-1][1][-1]) > place:
+            self._runs.append((array("Q"), array("Q")))
+        for column, value in zip(self._runs[-1], place, strict=True):
+            column.append(value)
+        return True
+
+
+def _holds(run: tuple["array[int]", "array[int]"], place: tuple[int, int]) -> bool:
+    milliseconds, numbers = run
+    if place > (milliseconds[-1], numbers[-1]):
+        return False
+    first, end = bisect_left(milliseconds, place[0]), bisect_right(milliseconds, place[0])
+    return place[1] in numbers[first:end]
 
 
 def last_event_id(connection: Connection, run: str) -> str:

@@ -9,6 +9,7 @@ checkpoint: batches from its step on, and the drops that the checkpoint had not 
 those it had).
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -81,12 +82,12 @@ class TokenBalance:
         return self.sampled == self.trained + self.masked.total() + self.dropped.total() + self.live
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReplayedTokens:
     """The tokens of one group, as its events say."""
 
-    committed: Counter[str] = field(default_factory=Counter)
-    sealed: Counter[str] = field(default_factory=Counter)
+    committed: Counter[str]
+    sealed: Counter[str]
 
     @property
     def sampled(self) -> int:
@@ -117,9 +118,9 @@ class ReplayedTokens:
             yield "trained more tokens than are in its rows"
 
 
-@dataclass
+@dataclass(slots=True)
 class ReplayedGroup:
-    """One group as its events left it."""
+    """One group as its events left it: small, for a run has millions."""
 
     state: str = "admitted"
     """admitted, committed, sealed, trained, dropped or undone (by a new lineage)."""
@@ -129,9 +130,17 @@ class ReplayedGroup:
     """Why it was dropped."""
     holder: str | None = None
     """Token of the claim under way."""
-    tokens: set[str] = field(default_factory=set)
+    tokens: tuple[str, ...] = ()
     """All tokens under which it was claimed."""
-    sampled: ReplayedTokens = field(default_factory=ReplayedTokens)
+    committed: str = ""
+    """The `tokens` of the event that committed it."""
+    sealed: str = ""
+    """The `tokens` of the event that sealed it."""
+
+    @property
+    def sampled(self) -> ReplayedTokens:
+        """The tokens that were sampled for it, as both accounts say."""
+        return ReplayedTokens(decode_tokens(self.committed), decode_tokens(self.sealed))
 
 
 class Replay:
@@ -169,10 +178,11 @@ class Replay:
         """The sums over all groups that no lineage set back; what of them does not add up is found."""
         balance = TokenBalance()
         for gid, group in self.groups.items():
-            for problem in group.sampled.problems():
+            sampled = group.sampled
+            for problem in sampled.problems():
                 self._findings.add(problem, gid)
             if group.state != "undone":
-                balance.add(group.sampled, group.state, group.reason)
+                balance.add(sampled, group.state, group.reason)
         if not balance.is_even:
             self._findings.add(f"tokens do not balance: {balance}")
         return balance
@@ -183,14 +193,14 @@ class Replay:
         self.groups[gid] = ReplayedGroup()
 
     def _change(self, gid: int, group: ReplayedGroup, event: Event) -> None:
-        token = event.fields.get("token", "")
+        token = sys.intern(event.fields.get("token", ""))  # many groups have the same
         if event.event == "claimed":
             self._require(gid, group, event, "admitted")
             if token in group.tokens:
                 self._findings.add("claimed twice under one token", f"{gid} ({token})")
             if group.holder is not None:
                 self._findings.add("claimed while another held it", f"{gid} ({token})")
-            group.tokens.add(token)
+            group.tokens += (token,)
             group.holder = token
         elif event.event in ("released", "abandoned", "reaped", "expelled"):
             group.holder = None
@@ -199,11 +209,11 @@ class Replay:
             if group.holder != token:
                 self._findings.add("committed by a worker that did not hold it", f"{gid} ({token})")
             group.state, group.holder = "committed", None
-            group.sampled.committed = decode_tokens(event.fields.get("tokens", ""))
+            group.committed = event.fields.get("tokens", "")
         elif event.event == "sealed":
             self._require(gid, group, event, "committed")
             group.state, group.step = "sealed", int(event.fields["step"])
-            group.sampled.sealed = decode_tokens(event.fields.get("tokens", ""))
+            group.sealed = event.fields.get("tokens", "")
         elif event.event == "trained":
             self._require(gid, group, event, "sealed")
             if group.step != int(event.fields["step"]):
@@ -211,7 +221,7 @@ class Replay:
             group.state = "trained"
         elif event.event == "dropped":
             self._require(gid, group, event, "admitted", "committed")
-            group.state, group.reason = "dropped", event.fields["reason"]
+            group.state, group.reason = "dropped", sys.intern(event.fields["reason"])
             self._dropped.append(gid)
 
     def _require(self, gid: int, group: ReplayedGroup, event: Event, *states: str) -> None:

@@ -45,8 +45,6 @@ async def serve_controller(args: ServiceArgs) -> None:
     settings.run.dir.mkdir(parents=True, exist_ok=True)
     controller = ControllerRun(settings)
     telemetry.show_states(controller.states)
-    gc.collect()
-    gc.freeze()  # a collection need not look again at the modules and the data set, which stay
     try:
         server = Server(settings.rpc, bind, setting="controller.bind")
         service_name = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
@@ -67,10 +65,16 @@ async def serve_controller(args: ServiceArgs) -> None:
 
 async def _run(controller: "ControllerRun") -> None:
     """Runs the run to its end, and stays until the workers know."""
+    gc.disable()  # a look through millions of prompts stops everything for seconds, and finds nothing
     try:
-        await controller.run()
+        await controller.run(_keep_what_is_there)
     finally:
         await controller.told_the_end()
+
+
+def _keep_what_is_there() -> None:
+    gc.freeze()  # a collection need not look again at the modules and the data set, which stay
+    gc.enable()
 
 
 if __name__ == "__main__":

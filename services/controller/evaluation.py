@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 SCORE_CHUNK = 256
 """Items per Score call, or a prompt's responses where they are more."""
+TOLD_PROMPTS = 25_000
+"""Prompts between two words on how far their tokenizing is: some seconds."""
 LEAST_S = 600.0
 """Seconds that any evaluation gets."""
 ROUNDS = 3
@@ -67,21 +69,28 @@ class HeldOutSet:
     """The source of each prompt; empty where none is reported."""
 
 
-def load_sets(settings: RunSettings, renderer: PromptRenderer) -> list[HeldOutSet]:
-    """All configured sets. ConfigError as load_prompts; prompts that are too long, or cannot be shown by the heads of
-    their images' files, are left out with a warning. StorageUnavailableError for an image that cannot be read now.
+def load_sets(
+    settings: RunSettings, renderer: PromptRenderer, tell: Callable[[str], None] = lambda what: None
+) -> list[HeldOutSet]:
+    """All configured sets. ConfigError, and `tell`, as load_prompts; prompts that are too long, or cannot be shown by
+    the heads of their images' files, are left out with a warning. StorageUnavailableError for an image that cannot be
+    read now.
     """
     sets = []
     for name, section in settings.evaluation.sets.items():
         prompts, images, num_too_long = list[trajectory_pb2.Prompt](), dict[int, tuple[ImageFile, ...]](), 0
         sources = list[str | None]()
-        for raw in load_prompts(
+        read = load_prompts(
             section.path,
             settings.data,
             settings.reward,
             environments=settings.environments,
             max_prompts=section.max_prompts,
-        ):
+            tell=tell,
+        )
+        for number, raw in enumerate(read, 1):
+            if number % TOLD_PROMPTS == 0:
+                tell(f"the prompts of evaluation.sets.{name}, {number:,} of {len(read):,} tokenized")
             try:
                 prompt = renderer.render(raw, 0, by_heads=True)  # all of a set before a run begins: opened, minutes
             except InvalidInputError as error:
@@ -313,7 +322,7 @@ class Evaluation:
         prompt's responses; in halves, so that those of one prompt that are never scored stand alone at last. They are
         given up when they failed TRIES times since others were scored.
         """
-        items = [score_item(response.answer.meta, _token_ids(response)) for response in responses]
+        items = await asyncio.to_thread(_items, responses)  # of a large set it takes half a minute
         shown = {response.answer.meta.id: response for response in responses} if self._settings.shows_images else {}
         scored: dict[str, Score] = {}
         left = deque(_Unscored(chunk) for chunk in chunked(items, SCORE_CHUNK))
@@ -428,6 +437,10 @@ def _summarise_sources(
             metrics.mean(f"{prefix}/source/{source}/accuracy", float(score.reaches(solved_at)))
     for source, found in places.items():
         metrics.sum(f"{prefix}/source/{source}/prompts", len(found))
+
+
+def _items(responses: Sequence[_Response]) -> list[reward_pb2.ScoreItem]:
+    return [score_item(response.answer.meta, _token_ids(response)) for response in responses]
 
 
 def _with_images(items: Sequence[reward_pb2.ScoreItem], shown: Mapping[str, _Response]) -> list[reward_pb2.ScoreItem]:

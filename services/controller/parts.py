@@ -29,18 +29,11 @@ from services.controller.threads import StoreThreads
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The settings, data and connections of one run."""
+class Connections:
+    """The settings of one run and the ways to its store, roles and trackers: what there is before the data is read."""
 
     settings: RunSettings
-    raw_prompts: Sequence[RawPrompt]
-    """The training prompts as the data has them."""
-    prompt_bytes: PromptBytes
-    """Bytes of the largest prompt."""
     renderer: PromptRenderer
-    probe: weights_pb2.Probe
-    """What every publish is checked with."""
-    policy: AdmissionPolicy
     ledger: Ledger
     rows: Rows
     threads: StoreThreads
@@ -51,7 +44,6 @@ class Parts:
     references: Mapping[str, ReferenceServiceStub]
     actor: ActorTrainer
     critic: CriticTrainer | None
-    evaluation: Evaluation
     fleet: Fleet
     board: RunBoard
     shifts: DeviceShifts
@@ -66,3 +58,22 @@ class Parts:
         return [
             trainer for trainer in (self.actor, self.critic) if trainer is not None and trainer.columns & set(columns)
         ]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The prompts of one run and what follows from them."""
+
+    raw_prompts: Sequence[RawPrompt]
+    """The training prompts as the data has them."""
+    prompt_bytes: PromptBytes
+    """Bytes of the largest prompt."""
+    probe: weights_pb2.Probe
+    """What every publish is checked with."""
+    policy: AdmissionPolicy
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True)
+class Parts(Data, Connections):
+    """The settings, data and connections of one run."""

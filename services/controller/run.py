@@ -1,13 +1,14 @@
 """The controller behind its service: holds the lock on the run, runs the loop and answers for it.
 
-Owns the order of the start: store, lock, roles, loop; and what an end means: DONE, or FAILED with the first error.
+Owns the order of the start: data, store, lock, roles, loop; and what an end means: DONE, or FAILED with the first
+error.
 Knows no gRPC server.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from rolecall.errors import (
     BudgetSpentError,
@@ -34,9 +35,10 @@ from services.controller.durable.recovery import Recovery
 from services.controller.groups.failures import RecoveryBudget, starts_over
 from services.controller.groups.prompts import Cursor
 from services.controller.loop import Loop
+from services.controller.parts import Parts
 from services.controller.step.trainers import TrainerStub
 from services.controller.tasks import FirstErrorGroup
-from services.controller.wiring import wire
+from services.controller.wiring import read_data, wire
 
 logger = logging.getLogger(__name__)
 
@@ -56,24 +58,17 @@ class ControllerRun:
     """One run. `run` drives it; the other methods are called by the servicer while it runs."""
 
     def __init__(self, settings: RunSettings) -> None:
-        """Reads the data and the user's estimator and connects to the store; ConfigError and StoreUnavailableError come
-        from here.
+        """Reads the user's estimator and connects to the store; ConfigError and StoreUnavailableError come from
+        here. The data is read by `run`, for it may take minutes, in which workers join and people look.
         """
         self._settings = settings
         settle(settings)
         self._wiring = wire(settings)
-        self._parts = parts = self._wiring.parts
-        self._ledger, self._threads, self._board, self._fleet = parts.ledger, parts.threads, parts.board, parts.fleet
-        self._recovery = Recovery(
-            settings,
-            parts.ledger,
-            parts.rows,
-            parts.threads,
-            parts.trainers,
-            parts.checkpoints,
-            parts.prompt_bytes,
-            parts.board.wait_for,
-        )
+        self._connected = connected = self._wiring.connections
+        self._ledger, self._threads, self._board = connected.ledger, connected.threads, connected.board
+        self._fleet = connected.fleet
+        self._parts: Parts
+        """There once `run` has read the data."""
         self._counting: asyncio.Future[controller_pb2.LedgerCounts] | None = None
         """The newest look at the store's counts: one at a time, however many ask while the store is away."""
         self._unanswered: dict[str, RoleCallError] = {}
@@ -90,11 +85,13 @@ class ControllerRun:
 
     # --- the run ----------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Locks the run, waits for the roles, runs the loop to its end. The error that ended the run is on the board,
-        and raised.
+    async def run(self, has_read: Callable[[], None] = lambda: None) -> None:
+        """Reads the data, after which it calls `has_read`, locks the run, waits for the roles, runs the loop to its
+        end. The error that ended the run is on the board, and raised.
         """
         try:
+            self._parts = await self._read()
+            has_read()
             latest = await self._threads.call(self._parts.checkpoints.latest)
             ctl = await self._threads.call(
                 self._ledger.lock, self._settings.controller.lease_s, latest[1].ctl if latest else 0
@@ -106,7 +103,8 @@ class ControllerRun:
                 self._board.published(position.published_step, position.policy_version)
                 if position.paused and not self._board.steered:
                     self._board.pause()  # now: people may have taken away the roles that are waited for
-                await self._threads.call(self._recovery.require_columns, position, latest[1].step if latest else 0)
+                recovery = _recovery(self._parts)
+                await self._threads.call(recovery.require_columns, position, latest[1].step if latest else 0)
                 await self._run_locked(ctl)
             finally:
                 # nobody's run to give back, nobody to give it to, or a store that the next controller has to judge
@@ -120,6 +118,19 @@ class ControllerRun:
             self._over = _is_final(error)
             self._board.fail(error.message if isinstance(error, RoleCallError) else f"{type(error).__name__}: {error}")
             raise
+
+    async def _read(self) -> Parts:
+        """The parts of the run, its data read beside the event loop."""
+        loop = asyncio.get_running_loop()
+
+        def tell(what: str) -> None:
+            loop.call_soon_threadsafe(self._board.wait_for, what)
+
+        self._board.wait_for("the prompts")
+        # as long as the files are large; who stops this process does not wait for it
+        data = await asyncio.to_thread(read_data, self._wiring, tell)
+        self._board.wait_for("the roles")
+        return Parts(**vars(self._connected), **vars(data))
 
     async def _run_locked(self, ctl: int) -> None:
         async with FirstErrorGroup() as tasks:
@@ -166,7 +177,7 @@ class ControllerRun:
             await shifts.to_training(ctl)
         budget.recovered()
         self._board.states.enter("recovering" if recovering else "starting")  # no more paused: its roles are here
-        recovered = await self._recovery.run(ctl)
+        recovered = await _recovery(parts).run(ctl)
         await shifts.to_publishing(ctl)
         if shifts.are_taken and not await self._wait_for_roles(then):
             return await self._require_saved()
@@ -352,7 +363,7 @@ class ControllerRun:
         """The run as it stands, within COUNTS_S. Counts that the store does not give in time are absent, and `trouble`
         says why.
         """
-        board, workers, trouble = self._board, self._fleet.statuses(), [self._parts.reward.trouble]
+        board, workers, trouble = self._board, self._fleet.statuses(), [self._connected.reward.trouble]
         if any(trouble):  # which of its scorers is behind it a service of ours knows itself
             trouble += [f"{each.worker}: {each.phase}" for each in workers if each.role == controller_pb2.ROLE_REWARD]
         ledger = None
@@ -422,7 +433,7 @@ class ControllerRun:
         the wait. InvalidInputError for a worker that this run does not have.
         """
         stubs: dict[str, TrainerStub | RolloutServiceStub] = {
-            **{trainer.name: trainer.stub for trainer in self._parts.trainers},
+            **{trainer.name: trainer.stub for trainer in self._connected.trainers},
             **{rollout.join.worker: rollout.stub for rollout in self._fleet.rollouts()},
         }
         if worker not in stubs:
@@ -435,6 +446,20 @@ class ControllerRun:
         """(path, step) of a checkpoint made at the next step boundary. The caller's deadline bounds the wait."""
         saved = self._board.request_checkpoint()
         return await asyncio.shield(saved)  # bounded: by the caller's deadline
+
+
+def _recovery(parts: Parts) -> Recovery:
+    """The way back into the run of these parts."""
+    return Recovery(
+        parts.settings,
+        parts.ledger,
+        parts.rows,
+        parts.threads,
+        parts.trainers,
+        parts.checkpoints,
+        parts.prompt_bytes,
+        parts.board.wait_for,
+    )
 
 
 def _is_final(error: Exception) -> bool:

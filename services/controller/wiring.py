@@ -1,9 +1,10 @@
-"""The parts of a run, built from its settings: data read, store and roles connected.
+"""The parts of a run, built from its settings: store and roles connected, then data read.
 
 Owns the connections until `close`. Nothing is called here: a role that is not up yet is noticed by run.py.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc.aio
@@ -33,7 +34,7 @@ from services.controller.durable.run_point import Checkpoints
 from services.controller.evaluation import Evaluation, load_sets
 from services.controller.fleet.members import Fleet
 from services.controller.groups.prompts import PromptRenderer, PromptSequence
-from services.controller.parts import Parts
+from services.controller.parts import Connections, Data
 from services.controller.publish.probe import make_probe
 from services.controller.step.shifts import DeviceShifts
 from services.controller.step.trainers import ActorTrainer, CriticTrainer
@@ -42,41 +43,38 @@ from services.controller.threads import StoreThreads
 
 @dataclass(frozen=True)
 class Wiring:
-    """The parts of one run and the connections behind them."""
+    """The connections of one run, and what is beneath them."""
 
-    parts: Parts
+    connections: Connections
+    encoder: PromptEncoder
     channels: tuple[grpc.aio.Channel, ...]
-    connection: Connection
+    store: Connection
 
     async def close(self, end: End) -> None:
         """Lets go of everything; trackers show `end`."""
-        await asyncio.to_thread(self.parts.trackers.flush, end)
-        await self.parts.fleet.close()
+        connections = self.connections
+        await asyncio.to_thread(connections.trackers.flush, end)
+        await connections.fleet.close()
         for channel in self.channels:
             await channel.close()
-        await self.parts.threads.settle()
-        self.parts.threads.close()
-        self.parts.shifts.close()
-        self.connection.close()
+        await connections.threads.settle()
+        connections.threads.close()
+        connections.shifts.close()
+        self.store.close()
 
 
 def wire(settings: RunSettings) -> Wiring:
-    """Reads the data and the user's estimator and connects to the store; ConfigError and StoreUnavailableError come
-    from here.
+    """Reads the user's estimator and the tokenizer and connects to the store; ConfigError and StoreUnavailableError
+    come from here.
     """
-    raw_prompts = load_training_prompts(settings)
-    prompt_bytes = PromptBytes.largest(raw_prompts, settings.algorithm.groups_per_batch)
-    policy = admission_policy(settings, prompt_bytes)
     if isinstance(settings.algorithm.advantage, CustomAdvantage):
         # what is wrong with it is said now, not when the first batch is sampled
         load_advantage(settings.algorithm.advantage)
-    threads, connection = StoreThreads(), connect(settings.store)
-    ledger = Ledger(connection, settings.run.name)
+    threads, store = StoreThreads(), connect(settings.store)
+    ledger = Ledger(store, settings.run.name)
     tokenizer = ChatTokenizer.of(settings.model)
     fleet = Fleet(settings, ledger, threads, tokenizer=tokenizer.digest, token_ids=tokenizer.ids_digest)
     encoder = PromptEncoder.of(settings, tokenizer)
-    renderer = PromptRenderer(encoder, settings.data.max_prompt_tokens)
-    probed = PromptSequence(raw_prompts, renderer, seed=settings.run.seed, shuffle=True)
     reward, reward_channel = open_client(settings.reward, _address("reward", settings.reward.address), settings.rpc)
     references, channels = _references(settings)
     actor, actor_channel = _actor(settings)
@@ -84,15 +82,11 @@ def wire(settings: RunSettings) -> Wiring:
     board = RunBoard()
     run = settings.run
     checkpoints = Checkpoints(open_storage(run.checkpoints), run.keep_checkpoints, run_id(run.dir))
-    parts = Parts(
+    connections = Connections(
         settings=settings,
-        raw_prompts=raw_prompts,
-        prompt_bytes=prompt_bytes,
-        renderer=renderer,
-        probe=make_probe(settings, probed, encoder.visual_tokens),
-        policy=policy,
+        renderer=PromptRenderer(encoder, settings.data.max_prompt_tokens),
         ledger=ledger,
-        rows=Rows(connection, settings.run.name, settings.store.num_shards),
+        rows=Rows(store, settings.run.name, settings.store.num_shards),
         threads=threads,
         checkpoints=checkpoints,
         commits=Commits(checkpoints, threads, settings.actor.train_timeout_s),
@@ -101,12 +95,31 @@ def wire(settings: RunSettings) -> Wiring:
         references=references,
         actor=actor,
         critic=critic,
-        evaluation=Evaluation(settings, fleet, reward, board, load_sets(settings, renderer)),
         fleet=fleet,
         board=board,
         shifts=DeviceShifts(settings, fleet, board, actor, critic, references),
     )
-    return Wiring(parts, (reward_channel, *channels, actor_channel, *critic_channels), connection)
+    return Wiring(connections, encoder, (reward_channel, *channels, actor_channel, *critic_channels), store)
+
+
+def read_data(wiring: Wiring, tell: Callable[[str], None]) -> Data:
+    """Reads the prompts, which takes minutes where there are millions: for a thread. `tell` is called with what is read
+    by then. ConfigError as of load_prompts, and where the store cannot hold their batches; StorageUnavailableError for
+    an image that cannot be read now.
+    """
+    connections = wiring.connections
+    settings, renderer = connections.settings, connections.renderer
+    raw_prompts = load_training_prompts(settings, tell)
+    prompt_bytes = PromptBytes.largest(raw_prompts, settings.algorithm.groups_per_batch)
+    probed = PromptSequence(raw_prompts, renderer, seed=settings.run.seed, shuffle=True)
+    sets = load_sets(settings, renderer, tell)
+    return Data(
+        raw_prompts,
+        prompt_bytes,
+        make_probe(settings, probed, wiring.encoder.visual_tokens),
+        admission_policy(settings, prompt_bytes),
+        Evaluation(settings, connections.fleet, connections.reward, connections.board, sets),
+    )
 
 
 def _references(settings: RunSettings) -> tuple[dict[str, ReferenceServiceStub], list[grpc.aio.Channel]]:

@@ -64,6 +64,14 @@ from tests.twins.run import RUN_S, Life, LightRun, TwinRun, balance, check_train
 from tests.waiting import until
 
 MakeSettings = Callable[..., RunSettings]
+SLOW_ROWS = """import pathlib, time
+def row(row, until):
+    for _ in range(6000):
+        if pathlib.Path(until).exists():
+            return row
+        time.sleep(0.01)
+"""
+"""The source of a function that lets no row go before there is a file."""
 
 
 async def test_a_run_trains_every_group_once_and_ends_with_a_checkpoint(
@@ -100,6 +108,25 @@ async def test_every_response_of_every_step_is_written_with_its_score_where_all_
         of_step = [line for line in trained if line["step"] == step]
         assert fmean(line["reward"] for line in of_step) == pytest.approx(by_step[step]["reward/mean"])
         assert fmean(line["response_tokens"] for line in of_step) == pytest.approx(by_step[step]["response/tokens"])
+
+
+async def test_workers_join_and_people_look_while_the_prompts_are_read(light_run: LightRun, tmp_path: Path) -> None:
+    go_on = tmp_path / "go_on"
+    (tmp_path / "slow_rows.py").write_text(SLOW_ROWS)
+    own = {"function": f"{tmp_path}/slow_rows:row", "options": {"until": str(go_on)}}
+    prompts = {"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 48, "preprocess": own}
+    async with light_run(data=prompts) as run, run.controller() as life, run.rollout("rollout-0"):
+        shown = await life.shows(lambda status: any(worker.phase for worker in status.workers))
+        assert (shown.state, shown.step) == (pb.RUN_STATE_STARTING, 0)
+        go_on.touch()
+        await life.ends()
+
+
+async def test_a_run_whose_prompts_cannot_be_read_fails_and_says_so(light_run: LightRun) -> None:
+    async with light_run(data={"prompt_field": "question"}) as run, run.controller() as life:
+        with pytest.raises(ConfigError, match=r"train\.jsonl, line 1: no field .question."):
+            await life.ends()
+        assert (await life.status()).state == pb.RUN_STATE_FAILED
 
 
 async def test_a_rollout_with_another_tokenizer_is_refused_by_file_and_remedy(light_run: LightRun) -> None:

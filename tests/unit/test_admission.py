@@ -1,6 +1,7 @@
 """Admission and the choice of batches: the staleness bound holds, nothing deadlocks, and breaking the rule is seen."""
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -276,6 +277,23 @@ def test_row_bytes_grow_with_every_column() -> None:
     more = [column(name) for name in ("values", "ref/logprobs", "loss_mask", "reward")]
     assert row_bytes(1000, sampled, {}) == 17_000 + 2048
     assert row_bytes(1000, [*sampled, *more], {}) - row_bytes(1000, sampled, {}) == 9_000
+
+
+@given(
+    lasts=st.lists(st.integers(0, 5), max_size=14),
+    batch=st.integers(0, 3),
+    groups_per_batch=st.integers(1, 4),
+    data=st.data(),
+)
+def test_the_counts_of_groups_tell_whether_there_is_a_batch_to_choose(
+    lasts: list[int], batch: int, groups_per_batch: int, data: st.DataObject
+) -> None:
+    live = dict(enumerate(lasts))
+    ready = data.draw(st.sets(st.sampled_from(sorted(live)))) if live else set()
+    begun = data.draw(st.sets(st.sampled_from(sorted(ready)), max_size=groups_per_batch)) if ready else set()
+    bounds = policy(groups_per_batch)
+    counts = [Counter(live[gid] for gid in gids) for gids in (ready, live, begun)]
+    assert bounds.may_choose(batch, *counts) == (bounds.choose(batch, ready, live, begun) is not None)
 
 
 def test_groups_that_trainers_were_asked_about_come_before_older_ones_and_are_waited_for() -> None:

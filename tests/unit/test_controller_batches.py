@@ -1,8 +1,9 @@
 """Assembly, checkpoints, publish verification and the board: what the controller decides between store calls."""
 
 import asyncio
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -130,6 +131,35 @@ async def test_a_batch_waits_for_groups_and_a_drop_wakes_it() -> None:
     assert [chosen.gid for chosen in await waiting] == [1, 2]
     assembly.trained([1, 2])
     assert (assembly.num_live, assembly.num_ready) == (0, 0)
+
+
+class CountedPolicy(AdmissionPolicy):
+    """Counts how often it looked at all groups."""
+
+    num_looks: ClassVar[int] = 0
+
+    def choose(
+        self, batch: int, ready: Collection[int], live: Mapping[int, int], begun: Collection[int] = ()
+    ) -> Sequence[int] | None:
+        type(self).num_looks += 1
+        return super().choose(batch, ready, live, begun)
+
+
+async def test_groups_that_land_while_an_older_one_is_awaited_are_not_all_looked_at_each_time() -> None:
+    assembly = Assembly(CountedPolicy(10, 1, 10, 10**9, 1))
+    for gid in range(20):
+        assembly.admitted(gid, -1 if gid < 10 else 0)
+    assembly.dropped(0)
+    waiting = asyncio.create_task(assembly.next_batch(0))
+    for gid in range(2, 20):
+        assembly.scored(group(gid, 1.0))
+        await asyncio.sleep(0)
+    assert CountedPolicy.num_looks == 0
+    assembly.scored(group(1, 1.0))
+    assert [chosen.gid for chosen in await waiting] == list(range(1, 11))
+    assert CountedPolicy.num_looks == 1
+    assembly.trained(range(1, 20))
+    assert not (assembly._num_live or assembly._num_ready)  # else they would grow with every step
 
 
 def test_the_controllers_share_of_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:

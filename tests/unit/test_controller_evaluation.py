@@ -394,6 +394,35 @@ async def test_responses_that_are_never_scored_cost_no_others_theirs(make_settin
     assert scorer.num_asked == 2 + TRIES, "with all others, with one of them, and then alone"
 
 
+async def test_the_loop_goes_on_while_the_items_of_a_large_set_are_made(
+    make_settings: Callable[..., RunSettings],
+) -> None:
+    num_looks, looks_when_scored = 0, list[int]()
+
+    class Counting(Scorer):
+        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
+            looks_when_scored.append(num_looks)
+            return await super().score(items)
+
+    async def look() -> None:
+        nonlocal num_looks
+        while True:
+            await asyncio.sleep(0.001)
+            num_looks += 1
+
+    prompt = trajectory_pb2.Prompt(uid="0", token_ids=np.ones(2, "<i4").tobytes())
+    [answer] = [each async for each in Replica("r.0").Generate(rollout_pb2.GenerateRequest(num_responses=1), 1.0)]
+    members: Any = Replicas([])
+    reward: Any = Counting()
+    looking = asyncio.create_task(look())
+    async with asyncio.timeout(60) as limit:
+        responses = [evaluation._Response(prompt, answer, ())] * 20_000
+        whole = Evaluation(make_settings(), members, reward, RunBoard(), [])
+        await whole._score(responses, Patience(RunBoard(), 60, limit))
+    looking.cancel()
+    assert looks_when_scored[0] > 5
+
+
 async def test_the_deadline_stands_still_while_people_pause_the_run() -> None:
     ends: list[float] = []
 

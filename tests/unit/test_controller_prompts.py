@@ -4,6 +4,7 @@ are counted.
 
 import json
 import math
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rolecall.algorithms.curriculum import is_visited
+from rolecall.data import dataset
 from rolecall.data.dataset import RawPrompt, load_prompts
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
@@ -326,6 +328,21 @@ def test_rows_are_drawn_evenly_from_all_files_keep_their_ids_and_the_others_are_
         load_prompts((first, second), data_section(first), ELSEWHERE, max_prompts=1000)
 
 
+def test_millions_of_rows_are_told_of_while_they_are_read_and_share_the_names_of_their_fields(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset, "TOLD_ROWS", 3)
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}]
+    rows = write(tmp_path / "p.jsonl", *({"prompt": said, "level": {"of the row": i}} for i in range(7)))
+    told = list[str]()
+    prompts = load_prompts(rows, data_section(rows), ELSEWHERE, tell=told.append)
+    assert told == [f"the prompts, {num} rows so far, to {rows}, line {num}" for num in (3, 6)]
+    names = [
+        [*prompt.metadata, *prompt.metadata["level"], *(role for role, _ in prompt.messages)] for prompt in prompts
+    ]
+    assert all(name is shared for other in names for name, shared in zip(other, names[0], strict=True))
+
+
 def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
     rows = [{"prompt": "one", "ground_truth": "1", "level": 3}, {"prompt": "two", "ground_truth": "2", "level": 4}]
     jsonl = write(tmp_path / "p.jsonl", *rows)
@@ -365,6 +382,15 @@ def test_a_restored_cursor_continues_the_same_sequence_across_epochs(renderer: P
     assert [uid for uid, _ in uids[:5]] != [uid for uid, _ in uids[5:10]]
     resumed = sequence(renderer, texts, Cursor.decode(uids[6][1].encode()))
     assert [resumed.next().uid for _ in range(5)] == [uid for uid, _ in uids[7:]]
+
+
+def test_the_order_of_an_epoch_is_drawn_when_its_first_prompt_is_looked_at(renderer: PromptRenderer) -> None:
+    texts = [str(i) for i in range(40)]
+    prompts = sequence(renderer, texts, Cursor(epoch=7))
+    assert not prompts._order
+    expected = list(range(40))
+    random.Random("3/7").shuffle(expected)
+    assert [int(prompts.next().uid) for _ in texts] == expected
 
 
 def test_a_place_in_other_prompts_is_refused_and_one_of_a_release_that_noted_none_goes_on(

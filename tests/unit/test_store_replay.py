@@ -1,10 +1,17 @@
 """What the history played back finds wrong, event by event and without a store."""
 
+import json
+import tracemalloc
 from collections import Counter
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from rolecall.store.history import Event
+from rolecall.store.connection import Connection
+from rolecall.store.history import Event, order, read_history
 from rolecall.store.replay import Findings, Replay, TokenBalance
 
 WHOLE = ["admitted", "claimed token=w-1", "committed token=w-1", "sealed step=3", "trained step=3"]
@@ -92,3 +99,56 @@ def test_a_whole_life_is_right() -> None:
 )
 def test_a_transition_that_must_not_be_is_named(events: list[str], problem: str) -> None:
     assert problem in problems(*events)
+
+
+class EmptyStream:
+    """A store whose history is drained."""
+
+    def command(self, *words: object) -> list[Any]:
+        return []
+
+
+def history_file(path: Path, *events: tuple[str, int, str, dict[str, str]]) -> Path:
+    """A file of (id, gid, event, fields)."""
+    lines = [{"id": id, "time_s": 0.0, "gid": str(gid), "event": event, **more} for id, gid, event, more in events]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def read(file: Path, last: str) -> list[Event]:
+    return list(read_history(cast(Connection, EmptyStream()), "run", file, last))
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=30))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_an_event_counts_once_however_often_and_in_whatever_order_its_line_stands(
+    tmp_path: Path, places: list[tuple[int, int]]
+) -> None:
+    ids = [f"{milliseconds}-{number}" for milliseconds, number in places]
+    file = history_file(tmp_path / "history.jsonl", *((id, 0, "scored", {}) for id in ids))
+    once = [id for id in dict.fromkeys(ids) if order(id) <= (3, 2)]
+    assert [event.id for event in read(file, "3-2")] == once
+
+
+def test_a_group_of_a_long_history_takes_half_a_kilobyte(tmp_path: Path) -> None:
+    lives = [
+        ("admitted", {"prompt": "p", "step": "1"}),
+        ("claimed", {"token": "rollout-0.1a2b3c4d/1"}),
+        ("committed", {"token": "rollout-0.1a2b3c4d/1", "tokens": "sampled:{0},rows:{0}"}),
+        ("sealed", {"step": "1", "tokens": "rows:{0},trained:{0}"}),
+        ("trained", {"step": "1", "version": "1"}),
+    ]
+    number = 1000
+    events = [
+        (f"{1000 * life + gid}-0", gid, event, {name: text.format(10_000 + gid) for name, text in more.items()})
+        for life, (event, more) in enumerate(lives)
+        for gid in range(number)
+    ]
+    file, replay = history_file(tmp_path / "history.jsonl", *events), Replay(Findings())
+    tracemalloc.start()
+    for event in read_history(cast(Connection, EmptyStream()), "run", file, "9999-0"):
+        replay.apply(event)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert replay.token_balance().trained == sum(10_000 + gid for gid in range(number))
+    assert held / number < 700

@@ -8,7 +8,8 @@ this one; imports no torch and no service. What is wrong is collected, so that o
 import io
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TextIO
 
 from rolecall.algorithms.advantages.custom import load as load_advantage
@@ -38,7 +39,7 @@ from rolecall.trackers import require as require_trackers
 
 def check(settings: RunSettings, out: TextIO) -> int:
     """Writes a line per finding to `out`; 0 when everything fits, 2 when something does not."""
-    problems = find_problems(settings, out)
+    problems = find_problems(settings, out, partial(_tell, out))
     for problem in problems:
         out.write(f"PROBLEM  {problem}\n")
     out.write(
@@ -54,7 +55,7 @@ def require(settings: RunSettings, out: TextIO) -> None:
     else is worth telling goes to `out`.
     """
     found = io.StringIO()
-    problems = find_problems(settings, found)
+    problems = find_problems(settings, found, partial(_tell, out))
     out.writelines(line for line in found.getvalue().splitlines(keepends=True) if line.startswith(NOTE))
     if len(problems) == 1:
         raise ConfigError(problems[0])
@@ -62,8 +63,10 @@ def require(settings: RunSettings, out: TextIO) -> None:
         raise ConfigError("\n  ".join([f"{len(problems)} problems; nothing was started:", *problems]))
 
 
-def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
-    """Everything that is wrong, a sentence each; what is well is written to `out`."""
+def find_problems(settings: RunSettings, out: TextIO, tell: Callable[[str], None] = lambda what: None) -> list[str]:
+    """Everything that is wrong, a sentence each; what is well is written to `out`. `tell` is called with what is read
+    by then where there is much.
+    """
     problems: list[str] = []
     found: dict[str, Any] = {}
     model = settings.model
@@ -78,7 +81,7 @@ def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
     tokenizer: ChatTokenizer | None = found.get("tokenizer")
     sections = [
         _run(settings),
-        *all_prompts(settings, tokenizer),
+        *all_prompts(settings, tokenizer, tell),
         _batches(settings),
         _functions(settings),
         _judges(settings),
@@ -92,6 +95,11 @@ def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
     for section in sections:
         _collect(section, out, problems)
     return list(dict.fromkeys(problems))
+
+
+def _tell(out: TextIO, what: str) -> None:
+    out.write(f"reading {what}\n")
+    out.flush()  # it takes minutes
 
 
 def _collect(lines: Iterator[str], out: TextIO, problems: list[str]) -> None:

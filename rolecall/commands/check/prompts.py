@@ -2,7 +2,7 @@
 
 import reprlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,16 @@ _NAMED_VALUES, _COMPARED_VALUES = 8, 1000
 """Values of a field that are named, and compared, where a `when` finds none of its own."""
 
 
-def all_prompts(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Iterator[Iterator[str]]:
+def all_prompts(
+    settings: RunSettings, tokenizer: ChatTokenizer | None, tell: Callable[[str], None]
+) -> Iterator[Iterator[str]]:
     """Yields iterators of lines, on each file of prompts and on what follows from those of data.train. Each is read to
     its end before the next one: the first reads the training prompts, which those after it count. One that raises
-    ConfigError ends alone.
+    ConfigError ends alone. `tell` as in load_prompts.
     """
     train: list[RawPrompt] = []
-    yield _prompts(settings, tokenizer, "data.train", settings.data.train, settings.data.max_prompts, "", train)
+    data = settings.data
+    yield _prompts(settings, tokenizer, "data.train", data.train, data.max_prompts, "", train, tell)
     yield _epochs(settings, train)
     yield store(settings, train)
     yield _unused_evaluation(settings)
@@ -50,7 +53,7 @@ def all_prompts(settings: RunSettings, tokenizer: ChatTokenizer | None) -> Itera
             about += ", beside the next step, whose publish waits"
         held_out = held_outs[name] = list[RawPrompt]()
         setting = f"evaluation.sets.{name}.path"
-        yield _prompts(settings, tokenizer, setting, section.path, section.max_prompts, about, held_out)
+        yield _prompts(settings, tokenizer, setting, section.path, section.max_prompts, about, held_out, tell)
         yield _sources(setting, held_out)
     for name in settings.environments:
         yield _unplayed(settings, name, train, held_outs)
@@ -139,6 +142,7 @@ def _prompts(
     max_prompts: int | None,
     about: str,
     read: list[RawPrompt],
+    tell: Callable[[str], None],
 ) -> Iterator[str]:
     """Every row is read, into `read`; the first ones are measured, and more only while none fits."""
     prompts = load_prompts(
@@ -148,6 +152,7 @@ def _prompts(
         settings.algorithm.distillation if files == settings.data.train else None,
         environments=settings.environments,
         max_prompts=max_prompts,
+        tell=tell,
     )
     read += prompts
     names = str(files) if isinstance(files, Path) else ", ".join(map(str, files))

@@ -66,6 +66,24 @@ class AdmissionPolicy:
             for place, gid in enumerate(line)
         }
 
+    def may_choose(
+        self, batch: int, ready: Mapping[int, int], live: Mapping[int, int], begun: Mapping[int, int]
+    ) -> bool:
+        """Whether `choose` would find the batch, told by how many groups there are of each last batch: it is asked
+        whenever a group lands, and looks at no group. `begun` are all ready.
+        """
+        room, num_left = self.groups_per_batch - sum(begun.values()), 0
+        if sum(ready.values()) < self.groups_per_batch:
+            return False
+        for last in sorted(live):
+            of_begun = begun.get(last, 0)
+            taken = min(room, ready.get(last, 0) - of_begun)
+            room -= taken
+            num_left += live[last] - of_begun - taken
+            if num_left > max(0, last - batch) * self.groups_per_batch:
+                return False
+        return True
+
     def choose(
         self, batch: int, ready: Collection[int], live: Mapping[int, int], begun: Collection[int] = ()
     ) -> Sequence[int] | None:

@@ -5,7 +5,8 @@ rows preparation.py's.
 """
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,7 +106,11 @@ class Assembly:
         self._policy = policy
         self._live = dict(live or {})
         """Last batch by gid."""
+        self._num_live = Counter(self._live.values())
+        """Live groups by their last batch."""
         self._ready: dict[int, ScoredGroup] = {}
+        self._num_ready = Counter[int]()
+        """Ready groups by their last batch."""
         self._changed = asyncio.Event()
         self.num_changes = 0
         """How often a group was scored or dropped."""
@@ -113,23 +118,32 @@ class Assembly:
     def admitted(self, gid: int, admit_step: int) -> None:
         """A group came to life."""
         self._live[gid] = self._policy.last_batch(admit_step)
+        self._num_live[self._live[gid]] += 1
 
     def dropped(self, gid: int) -> None:
         """A group ended without being trained."""
-        self._live.pop(gid, None)
-        self._ready.pop(gid, None)
+        self._remove(gid)
         self._note_change()
 
     def scored(self, group: ScoredGroup) -> None:
-        """A group may be trained."""
+        """A live group may be trained."""
+        if group.gid not in self._ready:
+            self._num_ready[self._live[group.gid]] += 1
         self._ready[group.gid] = group
         self._note_change()
 
     def trained(self, gids: Sequence[int]) -> None:
         """Groups ended in a batch."""
         for gid in gids:
-            self._live.pop(gid, None)
-            self._ready.pop(gid, None)
+            self._remove(gid)
+
+    def _remove(self, gid: int) -> None:
+        last = self._live.pop(gid, None)
+        if last is None:
+            return
+        _lessen(self._num_live, last)
+        if self._ready.pop(gid, None) is not None:
+            _lessen(self._num_ready, last)
 
     @property
     def num_live(self) -> int:
@@ -145,11 +159,20 @@ class Assembly:
         """The groups of batch number `batch`, oldest first, of which those in `begun` that are live must be; they stay
         live until `trained`. `at_rest`: once all that live are ready.
         """
-        while (at_rest and len(self._ready) < len(self._live)) or (
-            gids := self._policy.choose(batch, self._ready.keys(), self._live, self._live.keys() & set(begun))
-        ) is None:
+        while True:
+            first = self._live.keys() & set(begun)
+            if not (at_rest and len(self._ready) < len(self._live)) and self._may_choose(batch, first):
+                gids = self._policy.choose(batch, self._ready.keys(), self._live, first)
+                if gids is not None:
+                    return [self._ready[gid] for gid in gids]
             await self._change()
-        return [self._ready[gid] for gid in gids]
+
+    def _may_choose(self, batch: int, begun: Set[int]) -> bool:
+        """Whether there is a batch to choose: choosing sorts all groups, and many batches of groups may land before
+        there is one.
+        """
+        counts = Counter(self._live[gid] for gid in begun)
+        return begun <= self._ready.keys() and self._policy.may_choose(batch, self._num_ready, self._num_live, counts)
 
     async def groups(self, gids: Sequence[int]) -> list[ScoredGroup]:
         """Exactly these groups, once all are scored."""
@@ -164,3 +187,10 @@ class Assembly:
     def _note_change(self) -> None:
         self.num_changes += 1
         self._changed.set()
+
+
+def _lessen(counts: Counter[int], last: int) -> None:
+    """Counts one less; nothing is kept of batches that are over."""
+    counts[last] -= 1
+    if not counts[last]:
+        del counts[last]

@@ -11,6 +11,7 @@ import json
 import logging
 import random
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
@@ -128,7 +129,9 @@ class PromptSequence:
         self._curriculum = curriculum
         self._rates = dict(rates or {})
         self.cursor = cursor.within(prompts)
-        self._order = self._order_of(cursor.epoch)
+        self._ordered = -1
+        """Epoch of `_order`, which is drawn when its first prompt is looked at: of millions it takes seconds."""
+        self._order = array("q")
         self._num_passed = 0
         """Places looked at since the last prompt."""
         self._unshown = ""
@@ -219,8 +222,9 @@ class PromptSequence:
         epoch, index = cursor.epoch, cursor.index
         if index == len(self._prompts):
             self._pass(replace(cursor, epoch=epoch + 1, index=0))
-            self._order = self._order_of(epoch + 1)
             return None
+        if self._ordered != epoch:
+            self._ordered, self._order = epoch, self._order_of(epoch)
         raw = self._prompts[self._order[index]]
         if not self._has_its_turn(raw.uid, epoch):
             self._pass(replace(cursor, index=index + 1))
@@ -260,8 +264,8 @@ class PromptSequence:
             self._curriculum, self._seed, epoch, uid, known.rate if known else None
         )
 
-    def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self._prompts)))
+    def _order_of(self, epoch: int) -> "array[int]":
+        order = array("q", range(len(self._prompts)))
         if self._shuffle:
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order

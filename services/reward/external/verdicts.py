@@ -1,5 +1,6 @@
 """The worth of a judge's answers: each is read strictly, then all of them count together. Pure functions."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
@@ -83,7 +84,7 @@ def _verdict(choice: dict[str, Any], rubric: Rubric) -> str | None:
 
 def _of_json(content: str) -> str | None:
     try:
-        found = parse_json(content, _pairs)
+        found = parse_json(content, json.JSONDecoder(object_pairs_hook=_pairs))
     except ValueError:
         return None
     if not isinstance(found, dict) or found.keys() != {"reason", "verdict"}:
