@@ -90,7 +90,7 @@ def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
         sections += [tokenizer_and_models(settings, tokenizer)] if tokenizer is not None else []
     if tokenizer is not None:
         sections.append(explain_environments(settings, tokenizer))
-    sections += [*model_servers(settings), _placement(settings), _deadlines(settings), *preflight(settings)]
+    sections += [*model_servers(settings), _placement(settings), _derived(settings), *preflight(settings)]
     for section in sections:
         _collect(section, out, problems)
     return list(dict.fromkeys(problems))
@@ -268,7 +268,9 @@ def _placement(settings: RunSettings) -> Iterator[str]:
             raise ConfigError(f"{name} names GPU {max(devices)}; this machine has {present}")
 
 
-def _deadlines(settings: RunSettings) -> Iterator[str]:
-    """The lines on the deadlines that the file leaves out."""
+def _derived(settings: RunSettings) -> Iterator[str]:
+    """The lines on the sizes and the deadlines that the file leaves out."""
+    for size in settings.derived_sizes:
+        yield f"{size.setting}: {str(size.value).lower()}, derived: {size.why}"
     for deadline in settings.derived_deadlines:
         yield f"{deadline.setting}: {deadline.seconds:g} s, derived: {deadline.why}"
