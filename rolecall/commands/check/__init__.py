@@ -16,6 +16,7 @@ from rolecall.algorithms.advantages.custom import load as load_advantage
 from rolecall.commands.check.capacity import check_capacity
 from rolecall.commands.check.explain import explain
 from rolecall.commands.check.footprint import memory_and_disk
+from rolecall.commands.check.gpus import cache
 from rolecall.commands.check.models import policy_model, tokenizer_and_models
 from rolecall.commands.check.preflight import NOTE, preflight
 from rolecall.commands.check.prompts import all_prompts
@@ -86,7 +87,8 @@ def find_problems(settings: RunSettings, out: TextIO) -> list[str]:
         _judges(settings),
     ]
     if facts is not None:
-        sections += [policy_model(settings, facts), memory_and_disk(settings, facts), check_capacity(settings, facts)]
+        sections += [policy_model(settings, facts), memory_and_disk(settings, facts), cache(settings, facts)]
+        sections.append(check_capacity(settings, facts))
         sections += [tokenizer_and_models(settings, tokenizer)] if tokenizer is not None else []
     if tokenizer is not None:
         sections.append(explain_environments(settings, tokenizer))
