@@ -10,6 +10,7 @@ and has mask 1. `values[t]` is the value before token t (head output at t-1); a 
 `bootstrap_truncated` a truncated trajectory bootstraps from `bootstrap_value`; a stopped one never does.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, Flag, auto
 
@@ -19,6 +20,11 @@ TEACHER = "teacher"
 """Prefix of the columns of whichever reference teaches a trajectory, so that a batch with several teachers has one name
 for what they say.
 """
+
+TEXT_BYTES = 4
+"""Bytes of a response's text for each token, in META."""
+ROW_BYTES = 2048
+"""Bytes of a row for its keys, the rest of META, columns that do not grow with tokens, and the store's own overhead."""
 
 
 class Writer(Enum):
@@ -231,3 +237,12 @@ def columns_for(plugin: Plugin) -> tuple[str, ...]:
     single references.
     """
     return tuple(each.name for each in _TABLE if plugin in each.plugins)
+
+
+def row_bytes(num_tokens: int, columns: Sequence[Column], widths: Mapping[str, int], *, num_rows: int = 1) -> int:
+    """Bytes of `num_rows` stored trajectories of `num_tokens` tokens in all with `columns`. Of a wide column `widths`
+    says by name how many numbers a token has. Left out are the prompt's messages and metadata, which a group holds
+    once.
+    """
+    per_token = TEXT_BYTES + sum(each.bytes_per_token(widths[each.name] if each.is_wide else 1) for each in columns)
+    return num_tokens * per_token + num_rows * ROW_BYTES

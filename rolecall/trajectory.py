@@ -1,4 +1,4 @@
-"""The one encoding of a trajectory: its columns as bytes, the bytes of a row, ids and seeds.
+"""The one encoding of a trajectory: its columns as bytes, ids and seeds.
 
 Columns stand in rolecall/columns.py.
 
@@ -10,12 +10,11 @@ where there is one, is `<gid>/<G>`.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from rolecall.columns import COLUMNS, Column, Given, Writer, column, columns_of
+from rolecall.columns import COLUMNS, Given, Writer, column, columns_of
 from rolecall.errors import InvalidInputError
 from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array, decode_array
@@ -25,11 +24,6 @@ META = "meta"
 
 SAMPLED_COLUMNS = tuple(name for name in columns_of(Writer.ROLLOUT) if COLUMNS[name].given is Given.ALWAYS)
 """Columns that a rollout always writes, beside META."""
-
-TEXT_BYTES = 4
-"""Bytes of a response's text for each token, in META."""
-ROW_BYTES = 2048
-"""Bytes of a row for its keys, the rest of META, columns that do not grow with tokens, and the store's own overhead."""
 
 
 def encode_column(name: str, array: Array, num_tokens: int) -> bytes:
@@ -49,15 +43,6 @@ def decode_column(name: str, data: bytes, num_tokens: int) -> Array:
     return decode_array(
         data, spec.dtype, (num_tokens, *spec.shape[1:]) if spec.per_token else spec.shape, f"column {name!r}"
     )
-
-
-def row_bytes(num_tokens: int, columns: Sequence[Column], widths: Mapping[str, int], *, num_rows: int = 1) -> int:
-    """Bytes of `num_rows` stored trajectories of `num_tokens` tokens in all with `columns`. Of a wide column `widths`
-    says by name how many numbers a token has. Left out are the prompt's messages and metadata, which a group holds
-    once.
-    """
-    per_token = TEXT_BYTES + sum(each.bytes_per_token(widths[each.name] if each.is_wide else 1) for each in columns)
-    return num_tokens * per_token + num_rows * ROW_BYTES
 
 
 def seed_of(run_seed: int, gid: int, index: int) -> int:

@@ -67,7 +67,8 @@ def require(settings: SftSettings) -> None:
     if (lora := adapters_to_begin_with(settings, settings.actor.lora)) is not None:
         num_adapter_parameters(path, lora)
         check_start(lora, path)
-    checkpoints(settings, [(actor_parameters(settings, facts), settings.actor.lora)])
+    for _ in checkpoints(settings, [(actor_parameters(settings, facts), settings.actor.lora)]):
+        pass
     tokenizer = ChatTokenizer.of(settings.model)
     check_tokenizer(path, tokenizer.num_ids)
     end = end_of_response(path, tokenizer)

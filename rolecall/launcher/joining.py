@@ -27,7 +27,8 @@ for it every 6 s at the longest (`grpc.max_reconnect_backoff_ms` and its jitter)
 MIN_START_S = 15.0
 STARTS_PATIENCE = 3.0
 """A worker that is started again has MIN_START_S, or STARTS_PATIENCE times what its longest start took, to join: one
-that hangs before is nobody's member.
+that hangs before is nobody's member. Beside that it has the time to read its model from its disk: the first start may
+have found it in memory, out of which checkpoints push it.
 """
 
 
@@ -35,14 +36,20 @@ class Joining:
     """The processes that have joined the controller, and how long each worker takes to join."""
 
     def __init__(
-        self, section: ControllerSection, shifts: Path | None = None, references: Collection[str] = ()
+        self,
+        section: ControllerSection,
+        shifts: Path | None = None,
+        references: Collection[str] = (),
+        reading_s: float = 0.0,
     ) -> None:
         """`shifts`: the run directory where rollouts and trainers share devices, each of which waits for its shift
-        before it loads: it is not lost in that time. `references`: the references that do so, too.
+        before it loads: it is not lost in that time. `references`: the references that do so, too. `reading_s`: the
+        time in which the largest model is read.
         """
         self._section = section
         self._shifts = shifts
         self._references = references
+        self._reading_s = reading_s
         self._off_shift: dict[str, float] = {}
         """When a process was last seen to wait for its shift, by incarnation."""
         self._told_at: dict[str, float] = {}
@@ -109,4 +116,6 @@ class Joining:
         takes.
         """
         limit_s, known_s = self._section.start_timeout_s, self._longest_start_s.get(name)
-        return limit_s if known_s is None else min(limit_s, max(MIN_START_S, STARTS_PATIENCE * known_s))
+        if known_s is None:
+            return limit_s
+        return min(limit_s, max(MIN_START_S, STARTS_PATIENCE * known_s) + self._reading_s)

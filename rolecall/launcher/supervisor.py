@@ -41,6 +41,7 @@ from rolecall.rpc.channel import open_channel
 from rolecall.rpc.identity import acting_as
 from rolecall.rpc.role_process import allow_many_files
 from rolecall.settings import RunSettings
+from rolecall.settings.deadlines import reading_s
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.probe import require_free_name
 from rolecall.v1 import controller_pb2, controller_pb2_grpc
@@ -126,7 +127,7 @@ class Supervisor:
         self._verdicts: dict[str, str] = {}
         """Why a process was killed that has not been seen to end yet."""
         shifts = resolved.run.dir if resolved.takes_shifts else None
-        self._joining = Joining(resolved.controller, shifts, resolved.references_in_shifts)
+        self._joining = Joining(resolved.controller, shifts, resolved.references_in_shifts, reading_s(resolved))
         self._heard_since = 0.0
         """Monotonic seconds since when the controller, this start of it, is heard."""
         self._told_silent_since = 0.0

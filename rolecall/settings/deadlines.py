@@ -25,8 +25,10 @@ TOKENS_PER_S = 2.0
 
 So it is where the KV cache holds a twentieth of what is sampled at a time.
 """
+TURN_S = 30.0
+"""Answer of an environment to a turn: the deadline of one that names none (rolecall/environment/client.py)."""
 DISK_BYTES_PER_S = 100e6
-"""Rate of reading a model, or writing a checkpoint, over a network."""
+"""Rate of reading models, or writing checkpoints, over a network: of all roles together, which do so at once."""
 WIRE_BYTES_PER_S = 100e6
 """Rate of a publish: half of Gloo's over a wire of 10 Gbit/s, of which the root sends six copies."""
 FLOPS_PER_S = {"CPUs": 2e10, "GPUs": 2e13}
@@ -94,6 +96,11 @@ def loading_s(num_bytes: int, *, on_gpus: bool) -> float:
     return float(round((GPU_START_S if on_gpus else CPU_START_S) + num_bytes / DISK_BYTES_PER_S))
 
 
+def reading_s(settings: "RunSettings") -> float:
+    """The time in which the largest model of a role is read from its disk, by the sizes of the files."""
+    return max(_Derivation(settings).sizes.values()) / DISK_BYTES_PER_S
+
+
 def model_bytes(path: Path) -> int:
     """The bytes of a model's weights; 0 where there is no such directory, which others complain of."""
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
@@ -109,7 +116,8 @@ class _Derivation:
         self._trainers = self._trained + [
             (section, section.path or settings.model.path) for section in settings.references.values()
         ]
-        self._bytes = {path: model_bytes(path) for _, path in self._trainers}
+        self.sizes = {path: model_bytes(path) for _, path in self._trainers}
+        """Bytes of the models of the trainers and references, by path."""
 
     def derive(self) -> None:
         """Derives the deadlines, in an order in which each is known before another is made of it."""
@@ -118,19 +126,21 @@ class _Derivation:
             [settings.sampling.max_tokens, *(part.max_tokens or 0 for part in settings.evaluation.sets.values())]
         )
         generating_s = longest / TOKENS_PER_S
+        turns = max((section.max_turns for section in settings.environments.values()), default=0)
         self._say(
             settings.rollout,
             "rollout",
             "generation_timeout_s",
-            600 + generating_s,
-            f"600 s and {longest} tokens at {TOKENS_PER_S:g}/s",
+            600 + generating_s + turns * TURN_S,
+            f"600 s and {longest} tokens at {TOKENS_PER_S:g}/s"
+            + (f", and {turns} turns of {TURN_S:g} s in an environment" if turns else ""),
         )
         publish_s = self._weights(generating_s)
         self._controller(publish_s)
         self._calls()
         on, base_s = ("GPUs", GPU_ROLLOUT_HANG_S) if self._uses_gpus else ("CPUs", 0.0)
         step_tokens = max(PREFILL_TOKENS, settings.rollout.step_tokens(settings.longest_trajectory))
-        prefill_s = 2 * self._bytes[settings.model.path] / FILE_BYTES_PER_PARAMETER * step_tokens / FLOPS_PER_S[on]
+        prefill_s = 2 * self.sizes[settings.model.path] / FILE_BYTES_PER_PARAMETER * step_tokens / FLOPS_PER_S[on]
         self._say(
             settings.rollout,
             "rollout",
@@ -143,7 +153,7 @@ class _Derivation:
         weights, rollout = self._settings.weights, self._settings.rollout
         # Rollouts join later: the slower back end to open is assumed of them.
         is_nccl = self._settings.weight_backend(receivers_on_gpus=True) == "nccl"
-        num_bytes, on = self._bytes[self._settings.model.path], "GPUs" if self._uses_gpus else "CPUs"
+        num_bytes, on = self.sizes[self._settings.model.path], "GPUs" if self._uses_gpus else "CPUs"
         probe_s = 2 * num_bytes / FILE_BYTES_PER_PARAMETER * PROBED_TOKENS / FLOPS_PER_S[on]
         first = (
             f"ranks that meet{' over NCCL' if is_nccl else ''}, a bucket with its first connections, and "
@@ -160,11 +170,11 @@ class _Derivation:
 
     def _controller(self, publish_s: float) -> None:
         settings, servers = self._settings, self._settings.reward.servers.values()
-        largest = max(*self._bytes.values(), *(model_bytes(section.path) for section in servers), 0)
+        together = sum((self.sizes | {section.path: model_bytes(section.path) for section in servers}).values())
         on_gpus = self._uses_gpus or any(section.gpus for section in servers)
         base_s, on = (GPU_START_S, "GPUs") if on_gpus else (CPU_START_S, "CPUs")
-        read = f"{on}, {base_s:g} s and {_size(largest)} of the largest model at {DISK_BYTES_PER_S / 1e6:g} MB/s"
-        read_s = loading_s(largest, on_gpus=on_gpus)
+        read = f"{on}, {base_s:g} s and {_size(together)} of models at {DISK_BYTES_PER_S / 1e6:g} MB/s"
+        read_s = loading_s(together, on_gpus=on_gpus)
         if settings.actor.torch_compile and not on_gpus:  # of GPUs it is part of GPU_START_S
             read, read_s = f"{read}, and {GPU_HANG_S:g} s to compile layers", read_s + GPU_HANG_S
         start_s = self._say(settings.controller, "controller", "start_timeout_s", read_s, read)
@@ -184,12 +194,11 @@ class _Derivation:
         tokens = rows * settings.max_row_tokens
         passes = [self._pass_s(section, path, tokens / section.num_ranks) for section, path in self._trainers]
         trained = [
-            max(
-                self._pass_s(section, path, tokens / section.num_ranks) * (1 + 3 * settings.algorithm.num_epochs),
-                CHECKPOINT_BYTES_PER_PARAMETER * self._bytes[path] / FILE_BYTES_PER_PARAMETER / DISK_BYTES_PER_S,
-            )
+            self._pass_s(section, path, tokens / section.num_ranks) * (1 + 3 * settings.algorithm.num_epochs)
             for section, path in self._trained
         ]
+        kept = sum(self.sizes[path] for _, path in self._trained) / FILE_BYTES_PER_PARAMETER
+        saved_s = CHECKPOINT_BYTES_PER_PARAMETER * kept / DISK_BYTES_PER_S
         microbatches = [
             max(
                 GPU_HANG_S if section.devices or actor.torch_compile else 0.0,
@@ -198,16 +207,16 @@ class _Derivation:
             for section, path in self._trainers
         ]
         among = "" if len(self._trainers) == 1 else ", on the slowest trainer"
-        largest = max(self._bytes.values()) / FILE_BYTES_PER_PARAMETER
+        largest = max(self.sizes.values()) / FILE_BYTES_PER_PARAMETER
         rate = f"{largest / 1e9:,.1f}B parameters on {'GPUs' if self._uses_gpus else 'CPUs'}{among}"
         about = f"a batch of {tokens} tokens, {rate}, or a checkpoint"
-        self._say(actor, "actor", "train_timeout_s", max(trained), about)
+        self._say(actor, "actor", "train_timeout_s", max(*trained, saved_s), about)
         self._say(actor, "actor", "compute_timeout_s", max(passes), f"a pass over {tokens} tokens, {rate}")
         compiled = ", the first of which compiles layers" if actor.torch_compile else ""
         self._say(actor, "actor", "hang_s", max(microbatches), f"a pass over token_budget, {rate}{compiled}")
 
     def _pass_s(self, section: TrainerSection, model: Path, tokens_per_rank: float) -> float:
-        flops = 2 * self._bytes[model] / FILE_BYTES_PER_PARAMETER * tokens_per_rank
+        flops = 2 * self.sizes[model] / FILE_BYTES_PER_PARAMETER * tokens_per_rank
         return flops / FLOPS_PER_S["GPUs" if section.devices else "CPUs"]
 
     @property

@@ -23,6 +23,7 @@ from rolecall.settings.services import (
     WeightBackend,
     WeightsSection,
 )
+from rolecall.settings.sizes.derived import DerivedSize, derive_sizes
 from rolecall.settings.trainers import ActorSection, CriticSection, LoraSection, OptimizerSection, ReferenceSection
 
 
@@ -49,7 +50,13 @@ class RunSettings(Section):
     telemetry: TelemetrySection = TelemetrySection()
     trackers: TrackersSection = TrackersSection()
 
+    _derived_sizes: tuple[DerivedSize, ...] = PrivateAttr(())
     _derived_deadlines: tuple[Deadline, ...] = PrivateAttr(())
+
+    @property
+    def derived_sizes(self) -> tuple[DerivedSize, ...]:
+        """Sizes that the file leaves out and that are not the defaults of their sections: derived from the rest."""
+        return self._derived_sizes
 
     @property
     def derived_deadlines(self) -> tuple[Deadline, ...]:
@@ -210,9 +217,12 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        """Makes every check of several sections: what is told is what the first of them finds. Sets rollout.sleep_mode
-        where rollouts share GPUs with the trainers, and `offload` of the references there.
+        """Makes every check of several sections: what is told is what the first of them finds. Sets what sizes the file
+        leaves out, rollout.sleep_mode where rollouts share GPUs with the trainers, and `offload` of the references
+        there.
         """
+        sections, self._derived_sizes = derive_sizes(self)
+        vars(self).update(sections)  # not by attribute: to everybody else the file is frozen
         trainers.check_weights(self)
         roles.check_servers(self)
         roles.check_roles(self)

@@ -342,6 +342,12 @@ class LauncherSection(Section):
         return 60 * self.backoff_s
 
 
+STORE_SHARE = 0.8
+"""Part of store.max_bytes that rows may take; the rest is the ledger's, the server's buffers' and a rewrite of the
+append-only file's.
+"""
+
+
 class StoreSection(Section):
     """The store of a run, Redis or Valkey."""
 
@@ -356,7 +362,9 @@ class StoreSection(Section):
     num_shards: PositiveInt = 1
     """Hash slots that rows are spread over."""
     max_bytes: PositiveInt = 2 * 2**30
-    """Memory of the embedded store, and the bound on bytes in flight."""
+    """Memory of the embedded store, and the bound on bytes in flight; unless set, more for long responses and large
+    batches (settings/sizes/derived.py).
+    """
     row_expiry_s: ClassVar[int] = 3600
     """Life of rows whose group was never committed: they are staged when the group is whole, moments before."""
     binary: str | None = None

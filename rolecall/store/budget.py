@@ -7,18 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import nlargest
 
-from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS, TOPK_IDS, TOPK_LOGPROBS
+from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS, TOPK_IDS, TOPK_LOGPROBS, row_bytes
 from rolecall.data.dataset import RawPrompt
 from rolecall.data.mixture import read_mixture
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
-from rolecall.trajectory import row_bytes, rows_of
+from rolecall.settings.services import STORE_SHARE
+from rolecall.trajectory import rows_of
 from rolecall.v1.trajectory_pb2 import TrainBatch
-
-STORE_SHARE = 0.8
-"""Part of store.max_bytes that rows may take; the rest is the ledger's, the server's buffers' and a rewrite of the
-append-only file's.
-"""
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias, TypeVar
 
-from rolecall.columns import IMAGES, column
+from rolecall.columns import IMAGES, TEXT_BYTES, column
 from rolecall.errors import RowMissingError
 from rolecall.store import scripts
 from rolecall.store.connection import Connection
-from rolecall.trajectory import META, TEXT_BYTES, decode_column, encode_column
+from rolecall.trajectory import META, decode_column, encode_column
 from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
 from rolecall.wire import Array
 

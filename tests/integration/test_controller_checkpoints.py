@@ -16,7 +16,8 @@ from rolecall.data.dataset import load_prompts
 from rolecall.errors import BudgetSpentError, CheckpointMismatchError
 from rolecall.identity import kept, settle
 from rolecall.settings import RunSettings
-from rolecall.store.budget import STORE_SHARE, PromptBytes, StoreBudget
+from rolecall.settings.services import STORE_SHARE
+from rolecall.store.budget import PromptBytes, StoreBudget
 from rolecall.v1 import controller_pb2 as pb
 from services.controller import loop, threads
 from services.controller.durable.run_point import RunPoint

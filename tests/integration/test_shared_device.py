@@ -16,8 +16,9 @@ from rolecall.columns import reference_column
 from rolecall.data.dataset import load_prompts
 from rolecall.errors import BudgetSpentError, DeadlineError, UnavailableError
 from rolecall.rpc.fence import Fence
+from rolecall.settings.services import STORE_SHARE
 from rolecall.shifts import Post, ShiftLocks
-from rolecall.store.budget import STORE_SHARE, PromptBytes, StoreBudget
+from rolecall.store.budget import PromptBytes, StoreBudget
 from rolecall.store.sealed import read_ctl
 from rolecall.training.serving.calls import ColumnCalls
 from rolecall.training.serving.device_thread import DeviceThread

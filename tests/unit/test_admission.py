@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolecall.columns import column
-from rolecall.trajectory import SAMPLED_COLUMNS, row_bytes
+from rolecall.columns import column, row_bytes
+from rolecall.trajectory import SAMPLED_COLUMNS
 from services.controller.groups.admission import AdmissionPolicy
 
 

@@ -1,6 +1,7 @@
 """What cannot fit a machine is refused with figures; what may is not."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from safetensors.numpy import save_file
 
 from rolecall.commands.check.capacity import check_capacity, host_memory_bytes
 from rolecall.commands.check.footprint import memory_and_disk
+from rolecall.commands.check.gpus import cache
 from rolecall.data.model_files import ModelFacts, read_model
 from rolecall.data.parameter_counts import UPDATED_AT_A_TIME
 from rolecall.data.shift_plan import (
@@ -316,3 +318,120 @@ def test_a_reference_of_another_model_is_counted_by_that_one_s_files(
     with pytest.raises(ConfigError, match=r"reference ref needs at least 130\.4 GiB on GPU 0"):
         list(check_capacity(huge, replace(SEVEN_B, num_parameters=70_000_000_000)))
     lines(make_settings(references={"ref": {"devices": [0], "path": str(path)}}, **need))
+
+
+QWEN3_32B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+}
+FACTS_32B = ModelFacts(architecture="Qwen3ForCausalLM", num_parameters=32_762_000_000, largest_layer=487_600_000)
+
+
+@pytest.fixture
+def told_of_32b(make_settings: MakeSettings, tmp_path: Path, gpus: None) -> Callable[..., str]:
+    """The lines on memory and disk of a run of 32k responses on eight GPUs of a trainer and as many of rollouts."""
+    path = write_model(tmp_path / "model")
+    (path / "config.json").write_text(json.dumps(QWEN3_32B))
+    base: dict[str, Any] = {
+        "run": {"name": "test", "dir": str(tmp_path), "num_steps": 1, "checkpoint_url": "memory://checkpoints"},
+        "sampling": {"max_tokens": 32768},
+        "actor": {"devices": list(range(8)), "num_ranks": 8},
+        "rollout": {"devices": [[8, 9, 10, 11]], "tensor_parallel_size": 4},
+    }
+
+    def told(facts: ModelFacts = FACTS_32B, **sections: dict[str, Any]) -> str:
+        merged = {name: base.get(name, {}) | section for name, section in (base | sections).items()}
+        settings = make_settings(**merged)
+        return "\n".join([*memory_and_disk(settings, facts), *cache(settings, facts), ""])
+
+    return told
+
+
+def test_state_is_sixteen_bytes_a_parameter_and_whole_ones_are_told_apart(told_of_32b: Callable[..., str]) -> None:
+    """Loaded 4 bytes, 12 once there are moments, and 4 of gradients: what an engine of one rank was seen to hold."""
+    said = told_of_32b()
+    assert f"actor {32.762e9 * 16 / 8 / 2**30:.1f} GiB of state per rank x 8" in said
+    assert f"actor's gathered parameters, up to {32.762e9 * 2 / 2**30:.1f} GiB per rank" in said
+
+
+def test_a_pass_that_outgrows_a_gpu_is_noted_before_anything_is_booked(told_of_32b: Callable[..., str]) -> None:
+    said = told_of_32b()
+    assert "a pass of 33792 tokens (estimate): 34.5 GiB of activations a rank, with gradient_checkpointing, and" in said
+    assert "NOTE actor: at the height of a pass a rank takes about 100.1 GiB, and a GPU has 80.0 GiB; raise" in said
+    kept = told_of_32b(actor={"gradient_checkpointing": False})
+    assert "765.6 GiB of activations a rank, without gradient_checkpointing" in kept
+    shared = told_of_32b(actor={"parallel": {"sequence": 8}})
+    assert "4.3 GiB of activations a rank" in shared
+    assert "NOTE actor" not in shared
+    offloaded = told_of_32b(actor={"activation_offload": True, "optimizer": {"offload": True}})
+    assert "13.9 GiB of activations a rank" in offloaded
+    assert "NOTE actor" not in offloaded
+    elsewhere = told_of_32b(actor={"address": "elsewhere:1"})
+    assert "34.5 GiB of activations a rank" in elsewhere
+    assert "NOTE actor" not in elsewhere, "its GPUs are nobody's to know"
+    alone = told_of_32b(actor={"devices": [0], "num_ranks": 1})
+    assert "layers and embeddings while they are whole" not in alone, "one rank gathers nothing"
+
+
+def test_over_megatron_ranks_that_share_matrices_share_tokens_too(told_of_32b: Callable[..., str]) -> None:
+    actor = {"backend": "megatron", "parallel": {"tensor": 4}, "gradient_checkpointing": True}
+    assert "8.6 GiB of activations a rank, with gradient_checkpointing\n" in told_of_32b(actor=actor)
+
+
+def test_how_many_responses_a_gpu_s_cache_holds_is_told_and_none_is_refused(told_of_32b: Callable[..., str]) -> None:
+    said = told_of_32b()
+    assert (
+        "keys and values (estimate): 64 KiB a token on each worker; 52.7 GiB hold 864,158 tokens, 25 responses" in said
+    )
+    assert "of up to 256 at a time (rollout.max_num_seqs): where more grow long, vLLM puts some off" in said
+    few = told_of_32b(rollout={"max_num_seqs": 16})
+    assert "25 responses at their longest\n" in few
+    given = told_of_32b(rollout={"kv_cache_bytes": 2**32})
+    assert "4.0 GiB hold 65,536 tokens, 1 responses" in given
+    unknown = told_of_32b(rollout={"num_replicas": 0})
+    assert "64 KiB a token on each worker\n" in unknown
+    one = {"devices": [[8]], "tensor_parallel_size": 1}
+    scarce = told_of_32b(rollout=one)
+    assert "NOTE rollout: its cache holds about 28,574 tokens, and vLLM starts only where" in scarce
+    with pytest.raises(
+        ConfigError, match=r"at most 0 tokens beside the weights, and a prompt and a response have up to"
+    ):
+        told_of_32b(rollout=one, facts=replace(FACTS_32B, num_parameters=40_000_000_000))
+    assert "keys and values" not in told_of_32b(rollout={"engine": {"kv_cache_dtype": "fp8"}})
+
+
+def test_a_publish_that_vllm_leaves_no_room_for_is_noted_with_the_share_that_does(
+    told_of_32b: Callable[..., str],
+) -> None:
+    """A layer of 256 experts of 2,048 numbers, of which a worker has a quarter in place."""
+    assert "NOTE rollout.gpu_memory_utilization" not in told_of_32b()
+    wide = replace(FACTS_32B, largest_layer=11_500_000_000)
+    said = told_of_32b(facts=wide)
+    assert (
+        "NOTE rollout.gpu_memory_utilization 0.9 leaves 8.0 GiB of a GPU, and a publish takes 26.8 GiB: set it to"
+        in said
+    )
+    assert "to 0.66 or less" in said
+    assert "NOTE rollout.gpu" not in told_of_32b(facts=wide, rollout={"gpu_memory_utilization": 0.66})
+    assert "NOTE rollout.gpu" not in told_of_32b(facts=wide, rollout={"kv_cache_bytes": 2**32})
+
+
+def test_checkpoints_that_outgrow_disk_or_memory_are_noted(
+    told_of_32b: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**12))
+    said = told_of_32b(run={"checkpoint_url": None})
+    assert "host memory (estimate): 366.1 GiB while a checkpoint is copied and written" in said
+    assert "NOTE the trainers put up to 366.1 GiB into the" in said
+    assert "NOTE run.keep_checkpoints 2: with one being written they take about 1,098.4 GiB" in said
+    assert "so that checkpoint 3 fails" in said
+    assert "NOTE run.keep" not in told_of_32b(run={"checkpoint_url": None, "keep_checkpoints": 1})
+    assert "host memory" not in told_of_32b(actor={"address": "elsewhere:1"})
+    shared = {"devices": [list(range(4)), list(range(4, 8))], "num_replicas": 2}
+    assert "beside 366.1 GiB of state that waits for its shift" in told_of_32b(rollout=shared)

@@ -8,6 +8,7 @@ import pytest
 
 from rolecall.commands.check import check
 from rolecall.settings import RewardModelSettings, RunSettings, load_settings
+from rolecall.settings.deadlines import reading_s
 from tests.conftest import MakeSettings
 from tests.twins.launched import write_light_config
 
@@ -141,6 +142,35 @@ def test_a_group_gets_the_time_of_the_longest_response_of_an_evaluation(make_set
     sets = {"a": {"path": "a.jsonl"}, "b": {"path": "b.jsonl", "max_tokens": 4000}}
     settings = make_settings(evaluation={"sets": sets}, sampling={"max_tokens": 1000})
     assert settings.rollout.generation_timeout_s == 600 + 2000, "the longest response of all"
+
+
+def test_models_that_are_read_or_written_at_once_share_the_disk(
+    make_settings: MakeSettings, tmp_path: Path, model_32b: str
+) -> None:
+    other = tmp_path / "critic"
+    other.mkdir()
+    (other / "model.safetensors").symlink_to(Path(model_32b) / "model.safetensors")
+    gae = {"groups_per_batch": 2, "advantage": {"kind": "gae"}}
+
+    def of_critic(path: str) -> RunSettings:
+        critic = {"path": path, "devices": [8], "token_budget": 34000}
+        return make_settings(model={"path": model_32b}, algorithm=gae, actor=LARGE["actor"], critic=critic)
+
+    both, one = of_critic(str(other)), of_critic(model_32b)
+    assert both.controller.start_timeout_s == 900 + 2 * 655
+    assert one.controller.start_timeout_s == 900 + 655, "one directory is read once"
+    assert one.actor.train_timeout_s == both.actor.train_timeout_s == 2 * 32.75e9 * 12 / 100e6
+    assert reading_s(both) == 655
+
+
+def test_turns_in_an_environment_are_part_of_an_episode_s_time(make_settings: MakeSettings) -> None:
+    """Three quarters of it are for turns: 100 of 25 s, and 2,048 tokens at 20 a second."""
+    sampling = {"max_tokens": 2048}
+    game = {"game": {"address": "127.0.0.1:1", "max_turns": 100}}
+    settings = make_settings(sampling=sampling, environments=game)
+    assert settings.rollout.generation_timeout_s == 600 + 1024 + 3000
+    assert 0.75 * settings.rollout.generation_timeout_s > 100 * 25 + 2048 / 20
+    assert make_settings(sampling=sampling).rollout.generation_timeout_s == 600 + 1024
 
 
 def test_defaults_are_nobodys_to_change(make_settings: MakeSettings) -> None:

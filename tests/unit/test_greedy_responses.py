@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rolecall.columns import row_bytes
 from rolecall.errors import BatchMismatchError
 from rolecall.settings import RunSettings
 from rolecall.store.budget import PromptBytes, StoreBudget, batch_bytes
-from rolecall.trajectory import row_bytes, rows_of
+from rolecall.trajectory import rows_of
 from rolecall.v1.trajectory_pb2 import CommittedGroup, RowRef, TrainBatch
 from rolecall.wire import Array
 from services.controller.groups.assembly import GreedyResponse, ScoredGroup

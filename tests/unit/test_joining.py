@@ -113,3 +113,22 @@ def test_a_worker_that_has_left_has_as_long_to_end_as_one_to_be_heard_of_again(
         assert list(joining.judge([], running, 0.0, ())) == []
         clock.now += 2.0
         assert [name for name, _ in joining.judge([], running, 0.0, ())] == ["reward"]
+
+
+def test_a_start_that_finds_its_model_on_the_disk_alone_is_not_taken_for_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """61 GiB at 200 MB/s take 328 s; the first start had them in memory and took a minute."""
+    clock = Clock()
+    monkeypatch.setattr("rolecall.launcher.joining.time", clock)
+    joining = Joining(ControllerSection(start_timeout_s=1555), reading_s=655)
+    member = controller_pb2.WorkerStatus(worker="actor", incarnation="actor-incarnation")
+    with subprocess.Popen(["true"]) as process:
+        first = start_of("actor", process, clock.now)
+        clock.now += 60
+        assert list(joining.judge([member], {"actor": first}, 0.0, ())) == []
+        again = {"actor": replace(first, incarnation="another", at=clock.now)}
+        clock.now += 60 + 328
+        assert list(joining.judge([], again, 0.0, ())) == []
+        clock.now += 500
+        assert [name for name, _ in joining.judge([], again, 0.0, ())] == ["actor"]

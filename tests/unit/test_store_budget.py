@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolecall.columns import COLUMNS
+from rolecall.columns import COLUMNS, row_bytes
 from rolecall.data.dataset import RawPrompt
 from rolecall.data.images.files import ImageFile
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
-from rolecall.store.budget import STORE_SHARE, PromptBytes, StoreBudget, batch_bytes
-from rolecall.trajectory import row_bytes
+from rolecall.settings.services import STORE_SHARE
+from rolecall.store.budget import PromptBytes, StoreBudget, batch_bytes
 from rolecall.v1.trajectory_pb2 import RowRef, TrainBatch
 from services.controller.groups.prompts import PromptRenderer
 from tests.tiny_tokenizer import write_tokenizer

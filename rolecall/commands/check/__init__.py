@@ -16,6 +16,7 @@ from rolecall.algorithms.advantages.custom import load as load_advantage
 from rolecall.commands.check.capacity import check_capacity, require_gpus
 from rolecall.commands.check.explain import explain
 from rolecall.commands.check.footprint import memory_and_disk
+from rolecall.commands.check.gpus import cache
 from rolecall.commands.check.models import policy_model, tokenizer_and_models
 from rolecall.commands.check.preflight import NOTE, preflight
 from rolecall.commands.check.prompts import all_prompts
@@ -87,11 +88,12 @@ def find_problems(settings: RunSettings, out: TextIO, tell: Callable[[str], None
         _judges(settings),
     ]
     if facts is not None:
-        sections += [policy_model(settings, facts), memory_and_disk(settings, facts), check_capacity(settings, facts)]
+        sections += [policy_model(settings, facts), memory_and_disk(settings, facts), cache(settings, facts)]
+        sections.append(check_capacity(settings, facts))
         sections += [tokenizer_and_models(settings, tokenizer)] if tokenizer is not None else []
     if tokenizer is not None:
         sections.append(explain_environments(settings, tokenizer))
-    sections += [*model_servers(settings), _placement(settings), _deadlines(settings), *preflight(settings)]
+    sections += [*model_servers(settings), _placement(settings), _derived(settings), *preflight(settings)]
     for section in sections:
         _collect(section, out, problems)
     return list(dict.fromkeys(problems))
@@ -269,7 +271,9 @@ def _placement(settings: RunSettings) -> Iterator[str]:
         require_gpus(name, devices, num_ranks)
 
 
-def _deadlines(settings: RunSettings) -> Iterator[str]:
-    """The lines on the deadlines that the file leaves out."""
+def _derived(settings: RunSettings) -> Iterator[str]:
+    """The lines on the sizes and the deadlines that the file leaves out."""
+    for size in settings.derived_sizes:
+        yield f"{size.setting}: {str(size.value).lower()}, derived: {size.why}"
     for deadline in settings.derived_deadlines:
         yield f"{deadline.setting}: {deadline.seconds:g} s, derived: {deadline.why}"

@@ -8,14 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rolecall.checkpoint.storage import DiskStorage, open_storage
-from rolecall.commands.check.capacity import in_bytes
+from rolecall.commands.check import gpus
+from rolecall.commands.check.capacity import host_memory_bytes, in_bytes
+from rolecall.commands.check.preflight import NOTE
 from rolecall.data.adapters import expert_parameters
 from rolecall.data.dataset import RawPrompt
 from rolecall.data.images.tokens import require_visual_tokens
 from rolecall.data.megatron.stages import rank_parameters
 from rolecall.data.model_files import ModelFacts, sees_images
 from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_held
-from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts, received_bytes
+from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts
 from rolecall.errors import ConfigError
 from rolecall.settings import ActorSection, LoraSection, OptimizerSection, RunSettings, SftSettings, TrainerSection
 from rolecall.store.budget import PromptBytes, StoreBudget
@@ -38,9 +40,12 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     weights = facts.num_parameters * size
     actor = actor_parameters(settings, facts)
     acting = _trained_per_rank(settings, settings.actor, actor, "model.path", settings.model.path)
-    yield (f"memory (estimates without activations): actor {in_bytes(acting)} per rank x {settings.actor.num_ranks}")
-    optimizer, path = settings.actor.optimizer, settings.model.path
-    yield from _moments(settings, settings.actor, optimizer, actor, "model.path", path)
+    yield f"memory (estimates): actor {in_bytes(acting)} of state per rank x {settings.actor.num_ranks}"
+    optimized = _optimized_per_rank(settings, settings.actor, actor, "model.path", settings.model.path)
+    yield from _moments(settings, settings.actor, settings.actor.optimizer, actor, optimized)
+    if settings.run.num_steps != 0:
+        held = acting - _away(settings.actor.optimizer, optimized)
+        yield from gpus.passes(settings, facts, settings.actor, "actor", settings.model.path, held)
     yield from _gathered(settings, weights)
     if settings.actor.lora is not None:
         published = "trained, published and kept" if settings.published_adapters is not None else "trained and kept"
@@ -55,6 +60,7 @@ def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         yield f"  reference {name} {in_bytes(held * size)} per rank x {section.num_ranks}"
     yield from _rollouts(settings, facts, weights)
     yield from _disk(settings, facts)
+    yield from _host(settings, facts)
 
 
 def _critic(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
@@ -63,7 +69,10 @@ def _critic(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         path = settings.critic.path or settings.model.path
         valuing = _trained_per_rank(settings, settings.critic, critic, "critic.path", path)
         yield f"  critic {in_bytes(valuing)} per rank x {settings.critic.num_ranks}"
-        yield from _moments(settings, settings.critic, optimizer, critic, "critic.path", path)
+        optimized = _optimized_per_rank(settings, settings.critic, critic, "critic.path", path)
+        yield from _moments(settings, settings.critic, optimizer, critic, optimized)
+        held = valuing - _away(optimizer, optimized)
+        yield from gpus.passes(settings, facts, settings.critic, "critic", path, held)
         if settings.critic.lora is not None:
             yield (
                 f"    its adapters: {critic.trained / 1e6:,.2f}M parameters and the value head are trained and kept; "
@@ -103,16 +112,7 @@ def _rollouts(settings: RunSettings, facts: ModelFacts, weights: float) -> Itera
         )
     if settings.takes_shifts and rollout.devices:
         yield from _shifts(plan_shifts(settings, facts, gpu_memory_bytes()))
-    elif rollout.devices and settings.published_adapters is None:
-        left = (
-            ""
-            if cache
-            else f" in the {1 - rollout.gpu_memory_utilization:.0%} of a GPU that rollout.gpu_memory_utilization leaves"
-        )
-        yield (
-            f"    a publish takes {in_bytes(received_bytes(settings, facts))} of each GPU for the largest layer, as it "
-            f"arrives and in place, beside three buckets{left}"
-        )
+    yield from gpus.publish(settings, facts)
 
 
 def _pixels(settings: RunSettings, size: int) -> str:
@@ -171,9 +171,17 @@ def _trained_per_rank(
 ) -> float:
     size = 4 if settings.model.dtype == "float32" else 2
     if settings.actor.backend == "fsdp":
-        optimized = counts.trained * (OPTIMIZER_BYTES_PER_PARAMETER + size)
+        optimized = counts.trained * OPTIMIZER_BYTES_PER_PARAMETER
         return (counts.frozen * size + optimized) / section.num_shards
     return rank_parameters(path, section, settings.actor.megatron, setting).trained_bytes(size)
+
+
+def _optimized_per_rank(
+    settings: RunSettings, section: TrainerSection, counts: ParameterCounts, setting: str, path: Path
+) -> float:
+    if settings.actor.backend == "fsdp":
+        return counts.trained / section.num_shards
+    return rank_parameters(path, section, settings.actor.megatron, setting).optimized
 
 
 def _moments(
@@ -181,22 +189,21 @@ def _moments(
     section: TrainerSection,
     optimizer: OptimizerSection,
     counts: ParameterCounts,
-    setting: str,
-    path: Path,
+    num_parameters: float,
 ) -> Iterator[str]:
     """Yields a line on what is in host memory of a trainer's state, where its moments live there."""
     if not optimizer.offload:
         return
+    there = "host memory but for the step"
     if settings.actor.backend == "fsdp":
-        moments, at_a_time = (
-            in_bytes(num_parameters * MOMENT_BYTES_PER_PARAMETER / section.num_shards)
-            for num_parameters in (counts.trained, counts.at_a_time)
-        )
+        at_a_time = in_bytes(counts.at_a_time * MOMENT_BYTES_PER_PARAMETER / section.num_shards)
         there = f"host memory, and a step has at most {at_a_time} of them here at a time"
-    else:
-        optimized = rank_parameters(path, section, settings.actor.megatron, setting).optimized
-        moments, there = in_bytes(optimized * MOMENT_BYTES_PER_PARAMETER), "host memory but for the step"
-    yield f"    of which at most {moments}, moments, are in {there}"
+    yield f"    of which at most {in_bytes(_away(optimizer, num_parameters))}, moments, are in {there}"
+
+
+def _away(optimizer: OptimizerSection, num_parameters: float) -> float:
+    """Bytes of moments that are in host memory while passes are made."""
+    return num_parameters * MOMENT_BYTES_PER_PARAMETER if optimizer.offload else 0.0
 
 
 def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
@@ -208,14 +215,14 @@ def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         return  # no checkpoint is made
     kept = [(actor_parameters(settings, facts), settings.actor.lora)]
     kept += [(critic_parameters(settings, facts), settings.critic.lora)] if settings.critic is not None else []
-    yield checkpoints(settings, kept)
+    yield from checkpoints(settings, kept)
 
 
 def checkpoints(
     settings: RunSettings | SftSettings, trained: Sequence[tuple[ParameterCounts, LoraSection | None]]
-) -> str:
-    """Returns a line on what checkpoints of models take, `trained` with these adapters. ConfigError where their disk
-    has no room for one.
+) -> Iterator[str]:
+    """Yields lines on what checkpoints of models take, `trained` with these adapters. ConfigError where their disk has
+    no room for one.
     """
     storage = open_storage(settings.run.checkpoints)
     size = 4 if settings.model.dtype == "float32" else 2
@@ -224,7 +231,8 @@ def checkpoints(
         for counts, lora in trained
     )
     if not isinstance(storage, DiskStorage):
-        return f"checkpoints (estimate): {in_bytes(needed)} each in {storage.url}"
+        yield f"checkpoints (estimate): {in_bytes(needed)} each in {storage.url}"
+        return
     folder = Path(storage.url)
     parent = next(folder for folder in [folder, *folder.parents] if folder.exists())
     free = shutil.disk_usage(parent).free
@@ -233,10 +241,46 @@ def checkpoints(
             f"{folder}: a checkpoint takes about {in_bytes(needed)} and {parent} has {in_bytes(free)} free; make room"
         )
     num_kept = settings.run.keep_checkpoints
-    return (
+    yield (
         f"disk (estimate): a checkpoint {in_bytes(needed)}, {num_kept} kept and one being written "
         f"{in_bytes((num_kept + 1) * needed)}; {in_bytes(free)} free"
     )
+    if (num_kept + 1) * needed > free and not folder.exists():
+        yield (
+            f"{NOTE} run.keep_checkpoints {num_kept}: with one being written they take about "
+            f"{in_bytes((num_kept + 1) * needed)}, and {parent} has {in_bytes(free)} free, so that checkpoint "
+            f"{int(free // needed) + 1} fails; make room, or lower it"
+        )
+
+
+def _host(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
+    """Yields the line on what trainers on GPUs of this machine have in its own memory, and a note where it has less."""
+    size = 4 if settings.model.dtype == "float32" else 2
+    trainers: list[tuple[TrainerSection, OptimizerSection, ParameterCounts]] = [
+        (settings.actor, settings.actor.optimizer, actor_parameters(settings, facts))
+    ]
+    if settings.critic is not None and (own := settings.critic_optimizer):
+        trainers.append((settings.critic, own, critic_parameters(settings, facts)))
+    here = [(optimizer, counts) for section, optimizer, counts in trainers if section.devices and not section.address]
+    if not here or settings.run.num_steps == 0:
+        return
+    copied = float(sum(counts.trained for _, counts in here) * CHECKPOINT_BYTES_PER_PARAMETER)
+    if settings.takes_shifts:
+        waiting = copied + sum(counts.frozen for _, counts in here) * size
+        for name in settings.references_in_shifts:
+            waiting += reference_held(settings, name, facts) * settings.references[name].num_ranks * size
+        beside = f", beside {in_bytes(waiting)} of state that waits for its shift"
+    else:
+        waiting = sum(_away(optimizer, counts.trained) for optimizer, counts in here)
+        beside = f", beside {in_bytes(waiting)} of moments (optimizer.offload)" if waiting else ""
+    line = f"host memory (estimate): {in_bytes(copied)} while a checkpoint is copied and written{beside}"
+    copied += waiting
+    yield line
+    if copied > host_memory_bytes():
+        yield (
+            f"{NOTE} the trainers put up to {in_bytes(copied)} into the {in_bytes(host_memory_bytes())} of this "
+            "machine's memory; give it more, spread them over more machines, or train adapters (actor.lora)"
+        )
 
 
 def store(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
@@ -246,6 +290,7 @@ def store(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
     largest = PromptBytes.largest(prompts, settings.algorithm.groups_per_batch)
     budget = StoreBudget.of(settings, largest)
     where = "external" if settings.store.url else "embedded"
+    early = budget.max_bytes // 2 // budget.batch_bytes + 1
     batches = (
         f"{budget.num_batches} batches {in_bytes(budget.num_batches * budget.batch_bytes)} of "
         f"{in_bytes(budget.max_bytes)} for rows"
@@ -255,4 +300,9 @@ def store(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
         f"{in_bytes(largest.text)}, kept once a group"
         + (f", images {in_bytes(largest.images)} in each of its rows, in the mean" if largest.images else "")
         + f"; {batches}"
+        + (
+            f"; a checkpoint is made out of turn after {early} trained batches at their longest"
+            if early < settings.run.checkpoint_every_steps
+            else ""
+        )
     )

@@ -1,0 +1,133 @@
+"""The memory of GPUs at the height of their work, in lines of `rolecall check`: a trainer's state with the activations
+of a microbatch, a rollout's keys and values, and what a publish takes beside them.
+
+Estimates, so that they are notes where GPUs have less; refused is only what no engine could do.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rolecall.commands.check.capacity import in_bytes
+from rolecall.commands.check.preflight import NOTE
+from rolecall.data.engine_limits import num_cached_per_token
+from rolecall.data.model_files import ModelFacts, max_model_tokens, text_config, vocab_size
+from rolecall.data.shift_plan import BUCKETS, gpu_memory_bytes, plan_shifts, received_bytes
+from rolecall.errors import ConfigError
+from rolecall.settings import RunSettings, TrainerSection
+from rolecall.settings.sizes.activations import activations
+
+SUM_BYTES = 4
+"""Bytes of a number of a layer's gradient while it is summed over ranks."""
+ENGINE_BYTES = 4 * 2**30
+"""What vLLM takes of a GPU besides weights and cache: CUDA, a step's activations and logits, captured graphs."""
+
+
+def passes(
+    settings: RunSettings, facts: ModelFacts, section: TrainerSection, role: str, path: Path, state: float
+) -> Iterator[str]:
+    """Yields the line on a training pass of the trainer `role`, and a note where a GPU of this machine has less. A rank
+    keeps `state` bytes meanwhile. Yields nothing of models whose layers are not reckoned.
+    """
+    actor, layout, size = settings.actor, section.parallel, 4 if settings.model.dtype == "float32" else 2
+    shares_tokens = actor.backend == "megatron" and actor.megatron.sequence_parallel
+    found = activations(path, size, 1 if shares_tokens else layout.tensor)
+    if found is None:
+        return
+    kept = found.per_token(recomputed=actor.gradient_checkpointing)
+    if actor.activation_offload:  # those of one layer stay, and of the next
+        kept = found.ends + found.layer * (1 if actor.gradient_checkpointing else 2)
+    passed = kept * section.token_budget / layout.sequence / (layout.tensor if shares_tokens else 1)
+    gathered = 0.0
+    if actor.backend == "fsdp" and section.num_ranks > 1:
+        ends = vocab_size(path) * found.layer_input * (2 if text_config(path).get("tie_word_embeddings") else 3)
+        gathered = (facts.largest_layer * (3 * size + SUM_BYTES) + ends) / layout.tensor
+    how = "with" if actor.gradient_checkpointing else "without"
+    whole = f", and {in_bytes(gathered)} of layers and embeddings while they are whole" if gathered else ""
+    yield (
+        f"    a pass of {section.token_budget} tokens (estimate): {in_bytes(passed)} of activations a rank, {how} "
+        f"gradient_checkpointing{whole}"
+    )
+    gpus = gpu_memory_bytes()
+    if not section.devices or section.address is not None or not gpus:
+        return
+    beside = 0.0
+    if settings.takes_shifts and settings.actor.devices:
+        plan = plan_shifts(settings, facts, gpus)
+        beside = plan.training - plan.trained
+    total = state + passed + gathered + beside
+    if total > min(gpus.values()):
+        yield (
+            f"{NOTE} {role}: at the height of a pass a rank takes about {in_bytes(total)}, and a GPU has "
+            f"{in_bytes(min(gpus.values()))}; raise num_ranks or parallel.sequence, set actor.activation_offload or "
+            "optimizer.offload, or shorten responses"
+        )
+
+
+def cache(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
+    """Yields the line on a rollout's keys and values on GPUs. ConfigError where they could not be one response's."""
+    rollout, path = settings.rollout, settings.model.path
+    cached = num_cached_per_token(path, rollout.tensor_parallel_size, rollout.pipeline_parallel_size)
+    if not rollout.devices or not cached or "kv_cache_dtype" in rollout.engine:
+        return
+    per_token = cached * (4 if settings.model.dtype == "float32" else 2)
+    line = f"keys and values (estimate): {per_token / 2**10:,.0f} KiB a token on each worker"
+    gpus = gpu_memory_bytes() if rollout.num_replicas else {}
+    room = float(rollout.kv_cache_bytes or 0)
+    if gpus and not room:
+        share = plan_shifts(settings, facts, gpus).share if settings.takes_shifts else None
+        weights = facts.num_parameters * (4 if settings.model.dtype == "float32" else 2) / rollout.workers_per_replica
+        most = (share or rollout.gpu_memory_utilization) * min(gpus.values()) - weights
+        _require_a_response(settings, most / per_token)
+        room = most - ENGINE_BYTES
+    if room <= 0:
+        yield line
+        return
+    longest = min(max_model_tokens(path), settings.longest_trajectory)
+    together = int(room / per_token / longest)
+    yield f"{line}; {in_bytes(room)} hold {room / per_token:,.0f} tokens, {together} responses at their longest" + (
+        f", of up to {rollout.max_num_seqs} at a time (rollout.max_num_seqs): where more grow long, vLLM puts some off "
+        "and computes theirs again"
+        if 0 < together < rollout.max_num_seqs
+        else ""
+    )
+    if not together:
+        yield (
+            f"{NOTE} rollout: its cache holds about {room / per_token:,.0f} tokens, and vLLM starts only where it "
+            f"holds a prompt and a response of {longest:,}; raise rollout.tensor_parallel_size with more devices, or "
+            "shorten responses"
+        )
+
+
+def publish(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
+    """Yields the lines on what a publish takes of the GPUs of rollouts, beside what vLLM was given."""
+    rollout = settings.rollout
+    if not rollout.devices or settings.published_adapters is not None or settings.takes_shifts:
+        return
+    needed = received_bytes(settings, facts) + BUCKETS * settings.weights.bucket_bytes
+    left = ""
+    if rollout.kv_cache_bytes is None:
+        left = f" in the {1 - rollout.gpu_memory_utilization:.0%} of a GPU that rollout.gpu_memory_utilization leaves"
+    yield (
+        f"    a publish takes {in_bytes(received_bytes(settings, facts))} of each GPU for the largest layer, as it "
+        f"arrives and in place, beside three buckets{left}"
+    )
+    gpus = gpu_memory_bytes() if rollout.num_replicas else {}
+    if not gpus or rollout.kv_cache_bytes is not None:
+        return
+    gpu = min(gpus.values())
+    if needed > (1 - rollout.gpu_memory_utilization) * gpu:
+        yield (
+            f"{NOTE} rollout.gpu_memory_utilization {rollout.gpu_memory_utilization:g} leaves "
+            f"{in_bytes((1 - rollout.gpu_memory_utilization) * gpu)} of a GPU, and a publish takes {in_bytes(needed)}: "
+            f"set it to {int((1 - needed / gpu) * 100) / 100:g} or less"
+        )
+
+
+def _require_a_response(settings: RunSettings, num_tokens: float) -> None:
+    longest = min(max_model_tokens(settings.model.path), settings.longest_trajectory)
+    if num_tokens < longest:
+        raise ConfigError(
+            f"a rollout's GPUs hold the keys and values of at most {max(0, int(num_tokens)):,} tokens beside the "
+            f"weights, and a prompt and a response have up to {longest:,}; raise rollout.tensor_parallel_size with "
+            "more devices, or lower data.max_prompt_tokens or max_tokens"
+        )

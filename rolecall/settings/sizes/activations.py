@@ -1,0 +1,83 @@
+"""The memory that a pass over packed tokens keeps until its backward pass, by a model's config.json.
+
+    kept = activations(Path("/models/Qwen3-32B"), num_bytes=2)
+    kept.per_token(recomputed=True)      # bytes, with actor.gradient_checkpointing
+
+Counted are the tensors that transformers' own layers keep on a GPU, where attention is one kernel, and the head, whose
+logits go through the vocabulary in blocks. Peaks on an H200 were within 4% of it (docs/log.md, 2026-11-27). Left out:
+what is compiled keeps less.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_DENSE = ("llama", "qwen2", "qwen3")
+_MIXTURES = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+_NORMED_HEADS = ("qwen3", "qwen3_moe")
+"""Values of model_type whose queries and keys have norms of their own."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that a training pass keeps of each token until its backward pass."""
+
+    num_layers: int
+    layer_input: float
+    """The input of one layer."""
+    layer: float
+    """All that one layer keeps, its input included."""
+    ends: float
+    """The last norm and the head."""
+
+    def per_token(self, *, recomputed: bool) -> float:
+        """Bytes at the height of a pass: of all layers, or where they are `recomputed` of their inputs and of one."""
+        layers = self.num_layers * self.layer_input + self.layer if recomputed else self.num_layers * self.layer
+        return layers + self.ends
+
+
+def activations(path: Path, num_bytes: int, num_tensor: int = 1) -> Activations | None:
+    """The activations of the model at `path` that computes in numbers of `num_bytes`, on each of `num_tensor` ranks
+    that share its matrices. None where the model is of another kind, or is not there, which others complain of.
+    """
+    try:
+        text: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return _of(text, num_bytes, num_tensor) if text.get("model_type") in (*_DENSE, *_MIXTURES) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _of(text: dict[str, Any], size: int, num_tensor: int) -> Activations:
+    hidden = text["hidden_size"]
+    norm = 4 + 2 * size  # of each number: normalized in float32, rounded, and multiplied by the weight
+    shared = _attention(text, size) + _feed_forward(text, size)
+    return Activations(
+        num_layers=text["num_hidden_layers"],
+        layer_input=size * hidden,
+        layer=2 * norm * hidden + shared / num_tensor,
+        ends=(norm + 2 * size) * hidden,
+    )
+
+
+def _attention(text: dict[str, Any], size: int) -> float:
+    """Bytes of queries, keys, values, what comes of them, and their norms."""
+    heads = text["num_attention_heads"]
+    if text.get("kv_lora_rank"):  # latent; values are padded to the width of keys
+        width = text["qk_nope_head_dim"] + text["qk_rope_head_dim"]
+        ranks = (text.get("q_lora_rank") or 0) + text["kv_lora_rank"]
+        return float(4 * heads * width * size + (4 + 2 * size) * ranks)
+    head_dim = text.get("head_dim") or text["hidden_size"] // heads
+    keys = text.get("num_key_value_heads") or heads
+    normed = (4 + size) * (heads + keys) * head_dim if text["model_type"] in _NORMED_HEADS else 0
+    return float(2 * (heads + keys) * head_dim * size + 4 * heads + normed)
+
+
+def _feed_forward(text: dict[str, Any], size: int) -> float:
+    """Bytes of the gate's input, its activation, what it multiplies, and the product; of an expert, its rows too."""
+    if text["model_type"] in _DENSE:
+        return float(4 * text["intermediate_size"] * size)
+    hidden, width, chosen = text["hidden_size"], text["moe_intermediate_size"], text["num_experts_per_tok"]
+    shared = text.get("n_shared_experts") or 0
+    router = 0 if text["model_type"] in _NORMED_HEADS else 4 * hidden  # DeepSeek's reads float32
+    return float((chosen * (4 * width + 2 * hidden) + shared * 4 * width) * size + router)

@@ -1,0 +1,102 @@
+"""Sizes that depend on what is run: derived here, and nowhere else, where the file leaves them out.
+
+    sections, derived = derive_sizes(settings)     # a RunSettings in the making; `rolecall check` prints them
+
+A section's default is right for small models and short responses, and is the least. Every role derives the same from
+the same file, so nothing is asked of the machine.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS, TOPK_IDS, TOPK_LOGPROBS, row_bytes
+from rolecall.settings.section import Section
+from rolecall.settings.services import STORE_SHARE
+from rolecall.settings.sizes.activations import activations
+from rolecall.settings.trainers import TrainerSection
+
+if TYPE_CHECKING:
+    from rolecall.settings.run import RunSettings
+
+KEPT_BYTES = 32 * 2**30
+"""Activations of a microbatch that a GPU is taken to have room for: two fifths of one of 80 GB."""
+ROOMY_STORE_BYTES = 16 * 2**30
+"""Most that the store of a run on GPUs takes beyond what it must."""
+PROMPT_BYTES = 2**17
+"""Bytes that a prompt takes of a group besides its tokens; of larger ones `rolecall check` says what to set."""
+
+
+@dataclass(frozen=True)
+class DerivedSize:
+    """One that the file leaves out."""
+
+    setting: str
+    """The name of the setting in the file."""
+    value: int | bool
+    why: str
+    """How it was derived."""
+
+
+def derive_sizes(settings: "RunSettings") -> tuple[dict[str, Any], tuple[DerivedSize, ...]]:
+    """The sections of `settings` with all sizes that are not set and not the default, by name, and what these are."""
+    derived: list[DerivedSize] = []
+
+    def with_size(section: Section, name: str, field: str, value: int | bool, why: str) -> Any:
+        if field in section.model_fields_set or value == getattr(section, field):
+            return section
+        derived.append(DerivedSize(f"{name}.{field}", value, why))
+        return section.model_copy(update={field: value})
+
+    def with_budget(section: TrainerSection, name: str, least: int) -> Any:
+        why = f"the longest trajectory; at least {section.token_budget}"
+        return with_size(section, name, "token_budget", max(section.token_budget, least), why)
+
+    longest = settings.conversation_tokens
+    actor = with_budget(settings.actor, "actor", longest)
+    sections: dict[str, Any] = {}
+    if settings.critic is not None:
+        sections["critic"] = with_budget(settings.critic, "critic", longest)
+    sections["references"] = {
+        name: with_budget(section, f"references.{name}", longest) for name, section in settings.references.items()
+    }
+    trained = [(actor, settings.model.path)]
+    if settings.critic is not None:
+        trained.append((sections["critic"], settings.critic.path or settings.model.path))
+    kept = _kept_bytes(settings, trained)
+    why = f"without it a microbatch keeps about {kept / 2**30:,.0f} GiB of activations on a rank"
+    sections["actor"] = with_size(actor, "actor", "gradient_checkpointing", kept > KEPT_BYTES, why)
+    sections["store"] = with_size(settings.store, "store", "max_bytes", *_store_bytes(settings))
+    return sections, tuple(derived)
+
+
+def _kept_bytes(settings: "RunSettings", trained: list[tuple[TrainerSection, Path]]) -> float:
+    """Activations of the fullest rank that trains on a GPU, were none computed again. Of a pipeline that is the first
+    stage, which holds as many microbatches as there are stages.
+    """
+    size = 4 if settings.model.dtype == "float32" else 2
+    kept = [0.0]
+    for section, path in trained:
+        layout = section.parallel
+        found = activations(path, size, layout.tensor) if section.devices else None
+        if found is not None:
+            kept.append(found.per_token(recomputed=False) * section.token_budget / layout.sequence)
+    return max(kept)
+
+
+def _store_bytes(settings: "RunSettings") -> tuple[int, str]:
+    """Bytes for the batches that must exist at the same time, and on GPUs for those until a checkpoint, with why."""
+    algorithm, given = settings.algorithm, settings.store.max_bytes
+    distillation = algorithm.distillation
+    top_k = (distillation.top_k or 0) if distillation is not None else 0
+    # routing and images may take many times what all else does: that memory is for whoever wants them to grant
+    widths = {TOPK_IDS: top_k, TOPK_LOGPROBS: top_k, ROUTED_EXPERTS: 0, OLD_ROUTED_EXPERTS: 0}
+    row = row_bytes(settings.max_row_tokens, settings.columns, widths)
+    batch = algorithm.groups_per_batch * (settings.responses_per_group * row + PROMPT_BYTES) / STORE_SHARE
+    num_batches = algorithm.max_staleness + 2
+    least, roomy = num_batches * batch, settings.run.checkpoint_every_steps * batch
+    is_roomy = bool(settings.actor.devices) and settings.store.url is None
+    value = max(least, min(roomy, ROOMY_STORE_BYTES)) if is_roomy else least
+    room = f", and room for {settings.run.checkpoint_every_steps} until a checkpoint" if is_roomy else ""
+    why = f"{num_batches} batches at their longest{room}; at least {given} bytes"
+    return max(given, int(value)), why
