@@ -44,7 +44,7 @@ given to, which cancels nothing; asyncio has at least as many for a process (cor
 """
 MIN_LATE = 3
 """Items in a row that were stopped at their deadline, from which on their component is told to hang."""
-MIN_STOPPED, HANGS_AFTER_S = 10, 120.0
+MIN_STOPPED, HANGS_AFTER_S = 10, 600.0
 """Calls that were stopped, and seconds since the first was, that make it a component's own fault. None of its calls has
 ever ended in time then. A machine that is busy while a run starts, or a server that the function asks, has that long.
 """

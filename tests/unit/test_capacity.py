@@ -42,6 +42,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program.write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo $i, 81920; done\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("rolecall.commands.check.footprint.host_memory_bytes", lambda: 512 * 2**30)
 
 
 def lines(settings: RunSettings) -> list[str]:
@@ -428,10 +429,18 @@ def test_checkpoints_that_outgrow_disk_or_memory_are_noted(
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**12))
     said = told_of_32b(run={"checkpoint_url": None})
     assert "host memory (estimate): 366.1 GiB while a checkpoint is copied and written" in said
-    assert "NOTE the trainers put up to 366.1 GiB into the" in said
+    assert "NOTE the trainers put" not in said
     assert "NOTE run.keep_checkpoints 2: with one being written they take about 1,098.4 GiB" in said
     assert "so that checkpoint 3 fails" in said
     assert "NOTE run.keep" not in told_of_32b(run={"checkpoint_url": None, "keep_checkpoints": 1})
     assert "host memory" not in told_of_32b(actor={"address": "elsewhere:1"})
     shared = {"devices": [list(range(4)), list(range(4, 8))], "num_replicas": 2}
-    assert "beside 366.1 GiB of state that waits for its shift" in told_of_32b(rollout=shared)
+    said = told_of_32b(rollout=shared)
+    assert "beside 366.1 GiB of state that waits for its shift" in said
+    assert "NOTE the trainers put up to 732.3 GiB into the 512.0 GiB of this machine's memory" in said
+    offloaded = {"devices": list(range(8)), "num_ranks": 8, "optimizer": {"offload": True}}
+    assert "beside 244.1 GiB of moments (optimizer.offload)" in told_of_32b(actor=offloaded)
+    monkeypatch.setattr("rolecall.commands.check.footprint.host_memory_bytes", lambda: 256 * 2**30)
+    told_of_32b(actor=offloaded)
+    with pytest.raises(ConfigError, match=r"the trainers keep at least 366\.1 GiB in this machine's memory, which has"):
+        told_of_32b(rollout=shared)

@@ -254,7 +254,9 @@ def checkpoints(
 
 
 def _host(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
-    """Yields the line on what trainers on GPUs of this machine have in its own memory, and a note where it has less."""
+    """Yields the line on what trainers on GPUs of this machine have in its own memory, and a note where it has less.
+    ConfigError where it could not hold what waits there from step to step.
+    """
     size = 4 if settings.model.dtype == "float32" else 2
     trainers: list[tuple[TrainerSection, OptimizerSection, ParameterCounts]] = [
         (settings.actor, settings.actor.optimizer, actor_parameters(settings, facts))
@@ -276,10 +278,17 @@ def _host(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     line = f"host memory (estimate): {in_bytes(copied)} while a checkpoint is copied and written{beside}"
     copied += waiting
     yield line
-    if copied > host_memory_bytes():
+    host = host_memory_bytes()
+    remedy = "give it more, spread them over more machines, or train adapters (actor.lora)"
+    if waiting > host:
+        raise ConfigError(
+            f"the trainers keep at least {in_bytes(waiting)} in this machine's memory, which has {in_bytes(host)}; "
+            f"{remedy}"
+        )
+    if copied > host:
         yield (
-            f"{NOTE} the trainers put up to {in_bytes(copied)} into the {in_bytes(host_memory_bytes())} of this "
-            "machine's memory; give it more, spread them over more machines, or train adapters (actor.lora)"
+            f"{NOTE} the trainers put up to {in_bytes(copied)} into the {in_bytes(host)} of this machine's memory; "
+            f"{remedy}"
         )
 
 
