@@ -157,7 +157,8 @@ class RunCheckpoints:
         with suppress(CheckpointMissingError):
             if self.read(attempt.step).storage.url == attempt.storage.url:
                 return
-        attempt.storage.remove(attempt.storage.files())
+        folder = f"{folder_of(attempt.step)}/{attempt.name}"  # which goes with its files
+        self._storage.remove(f"{folder}/{name}" for name in attempt.storage.files())
 
     def discard_uncommitted(self) -> None:
         """Deletes what attempts that were cut short left: before a new lineage, whose steps have the same numbers and

@@ -3,10 +3,11 @@
 Owns what becomes of whatever such a function raises, prints and returns. Where it is called is dataset.py's.
 """
 
+import io
 import json
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from typing import Any
 
 from rolecall.errors import ConfigError
@@ -15,6 +16,26 @@ from rolecall.settings import PluginSection
 
 PREPROCESS = "data.preprocess.function"
 """The setting, for complaints."""
+MAX_PRINTED_BYTES = 4096
+"""Bytes that are shown of what it prints for the rows of a data set."""
+
+
+class _Beginning(io.BytesIO):
+    """A sink that shows its first bytes on stderr, for what is printed is no part of a command's answer. All of it, of
+    a million rows, would fill the disk of a log.
+    """
+
+    num_left = MAX_PRINTED_BYTES
+
+    def write(self, data: Any, /) -> int:
+        """Shows what may still be shown of `data`."""
+        view = memoryview(data)
+        if self.num_left > 0:
+            shown = bytes(view[: self.num_left]).decode("utf-8", "replace")
+            self.num_left -= len(view)
+            with suppress(OSError):  # no row depends on it
+                sys.stderr.write(shown if self.num_left > 0 else f"{shown}\n[what {PREPROCESS} prints is cut here]\n")
+        return len(view)
 
 
 def preprocessing(
@@ -26,12 +47,13 @@ def preprocessing(
     """
     if section is None:
         return lambda row, where: row
-    with redirect_stdout(sys.stderr):
+    printed = io.TextIOWrapper(_Beginning(), "utf-8", "backslashreplace", write_through=True)
+    with redirect_stdout(printed):
         function = load_plugin(section, PREPROCESS, "a row")
 
     def own(row: dict[str, Any], where: str) -> dict[str, Any] | None:
         try:
-            with redirect_stdout(sys.stderr):  # what it prints is no part of a command's answer
+            with redirect_stdout(printed):
                 made = function(row, **section.options)
         except (Exception, SystemExit) as error:  # anything may come out of a function of the user's
             raise ConfigError(

@@ -25,7 +25,7 @@ from rolecall.checkpoint.manifest import (
     read_committed,
     verify,
 )
-from rolecall.checkpoint.storage import Storage, open_storage
+from rolecall.checkpoint.storage import DiskStorage, Storage, open_storage
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError
 from rolecall.settings import OptimizerSection
 from rolecall.training.export.__main__ import main
@@ -126,6 +126,8 @@ def test_an_attempt_that_lost_a_file_is_not_committed_and_one_given_up_leaves_no
     checkpoints.discard(attempt)
     assert checkpoints.steps() == [1]
     assert not any(name.startswith(folder_of(2)) for name in storage.files())
+    if isinstance(storage, DiskStorage):
+        assert [path.name for path in Path(storage.url).iterdir()] == [folder_of(1)], "its folders are gone, too"
 
 
 def test_who_writes_late_changes_nothing_of_what_is_committed(storage: Storage) -> None:

@@ -555,6 +555,15 @@ def test_what_a_users_function_computed_is_checked_as_scorers_get_it(
     assert capsys.readouterr() == ("", "seen\n"), "what it prints is no part of a command's answer"
 
 
+def test_of_what_a_users_function_prints_for_all_rows_the_beginning_is_shown(
+    tmp_path: Path, own_modules: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(own_rows(tmp_path, *range(3000), function="computed")) == 3000
+    out, told = capsys.readouterr()
+    assert (out, told.count("seen\n")) == ("", 819)
+    assert told.endswith("\ns\n[what data.preprocess.function prints is cut here]\n")
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
