@@ -136,7 +136,9 @@ class Supervisor:
     async def run(self) -> int:
         """The whole run; returns the exit code. Every process has ended when it returns."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # under nohup a terminal that goes stops nothing
+        hung_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+        for number in (signal.SIGINT, signal.SIGTERM, *hung_up):
             # The second signal does not wait for anyone.
             loop.add_signal_handler(
                 number, lambda: self._processes.kill_all() if self._interrupted.is_set() else self._interrupted.set()

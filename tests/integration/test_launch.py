@@ -44,8 +44,11 @@ def test_sigkill_leaves_no_process_no_socket_and_no_lock(tmp_path: Path) -> None
     train.communicate(timeout=STOP_LIMIT_S)
     assert wait_until_gone(processes, STOP_LIMIT_S) == []
     assert sockets_below(tmp_path) == []
-    again = start_train(tmp_path / "run" / "config.yaml", "--resume")  # with addresses that are nobody's now
+    # with addresses that are nobody's now
+    again = start_train(tmp_path / "run" / "config.yaml", "--resume", under=["nohup"])
     processes = wait_until_up(again)
+    again.send_signal(signal.SIGHUP)
+    assert len(wait_until_gone(processes, 3.0)) == len(processes), "a terminal that goes stops nothing under nohup"
     again.send_signal(signal.SIGTERM)
     again.communicate(timeout=STOP_LIMIT_S)
     assert wait_until_gone(processes, STOP_LIMIT_S) == []

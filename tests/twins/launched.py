@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -65,9 +66,9 @@ def write_model(path: Path) -> Path:
     return path
 
 
-def start_train(config: Path, *arguments: str) -> "subprocess.Popen[str]":
-    """Starts `rolecall train` on `config`, its output in pipes."""
-    command = [sys.executable, "-m", "rolecall", "train", str(config), *arguments]
+def start_train(config: Path, *arguments: str, under: Sequence[str] = ()) -> "subprocess.Popen[str]":
+    """Starts `rolecall train` on `config`, its output in pipes, as an argument of the command `under`."""
+    command = [*under, sys.executable, "-m", "rolecall", "train", str(config), *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
