@@ -79,7 +79,7 @@ def require(settings: SftSettings) -> None:
     if settings.evaluation is not None:
         files.append(("evaluation.path", settings.evaluation.path))
     for setting, file in files:
-        examples = load_examples(file, settings.data, setting)
+        examples = load_examples(file, settings.data, setting, lambda what: say(f"starting  reading {what}\n"))
         tried = tokenize(islice(examples, NUM_TRIED), tokenizer, end, settings.data.max_tokens, visual_tokens)
         if tried.unshown:
             say(

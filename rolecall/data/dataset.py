@@ -141,13 +141,13 @@ def load_prompts(
 
     At most one of `environments` may take a prompt. A component of `reward` must apply to every prompt, and a ground
     truth must be there when one compares with it; what scorers elsewhere need is theirs to say. A teacher must be there
-    for every prompt that is trained on with `distillation`. `tell` is called with what is read after every TOLD_ROWS.
+    for every prompt that is trained on with `distillation`. `tell` as in `told`.
     """
     left_out: set[str] = set()
     paths = (files,) if isinstance(files, Path) else files
     setting = "data.train and evaluation.sets.*.path"
     folders = [None if counts_images else path.parent for path in paths]
-    rows = _told(rows_of(files, setting, data.preprocess, data.images_field), tell)
+    rows = told(rows_of(files, setting, data.preprocess, data.images_field), tell)
     prompts = [
         _parse(
             row,
@@ -181,10 +181,11 @@ def load_prompts(
     return prompts
 
 
-def _told(rows: Iterable[_Row], tell: Callable[[str], None]) -> Iterator[_Row]:
+def told(rows: Iterable[_Row], tell: Callable[[str], None]) -> Iterator[_Row]:
+    """The rows, of which `tell` is called with how many there were after every TOLD_ROWS."""
     for number, row in enumerate(rows, 1):
         if number % TOLD_ROWS == 0:
-            tell(f"the prompts, {number:,} rows so far, to {row[2]}")
+            tell(f"the data, {number:,} rows so far, to {row[2]}")
         yield row
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from rolecall.data.continuation import ChatMessage, Tools, num_images_in
 from rolecall.data.conversations import TOOLS_FIELD, Conversations, Segment, close_of_turn, parse_conversation
-from rolecall.data.dataset import images_of, is_parquet, parse_messages, rows_of
+from rolecall.data.dataset import images_of, is_parquet, parse_messages, rows_of, told
 from rolecall.data.images.files import ImageFile, parts
 from rolecall.data.images.spool import Spool
 from rolecall.data.images.tokens import VisualTokens
@@ -84,12 +84,17 @@ class TokenizedExamples:
     """Why examples are left out whose images cannot be shown, each with its file and line."""
 
 
-def load_examples(files: Path | tuple[Path, ...], data: SftDataSection, setting: str) -> Iterator[Example]:
+def load_examples(
+    files: Path | tuple[Path, ...],
+    data: SftDataSection,
+    setting: str,
+    tell: Callable[[str], None] = lambda what: None,
+) -> Iterator[Example]:
     """All rows of `files`, which `setting` names, in their order. ConfigError names the line (from 1) and the field
-    that is wrong. StorageUnavailableError as `patiently`.
+    that is wrong. StorageUnavailableError as `patiently`. `tell` as in `told`.
     """
     paths = (files,) if isinstance(files, Path) else files
-    for place, _, where, row in rows_of(files, setting, data.preprocess, data.images_field):
+    for place, _, where, row in told(rows_of(files, setting, data.preprocess, data.images_field), tell):
         path = paths[place - 1]
         fields = _without_nulls(row) if is_parquet(path) else row
         yield patiently(partial(_parse, fields, where, path.parent, data))

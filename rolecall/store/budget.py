@@ -4,7 +4,7 @@ One arithmetic for admission and for `rolecall check`.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import nlargest
 
 from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS, TOPK_IDS, TOPK_LOGPROBS, row_bytes
@@ -28,13 +28,19 @@ class PromptBytes:
     So a single large image is counted once a batch: the prompts of an epoch are distinct, and more of them than a batch
     has take less in the mean.
     """
+    where: str = field(default="", compare=False)
+    """File and line of the largest, for complaints."""
 
     @classmethod
     def largest(cls, prompts: Iterable[RawPrompt], groups_per_batch: int) -> "PromptBytes":
         """The bytes of a batch of the largest of `prompts`, for each of its groups."""
-        sizes = [(prompt.num_bytes, prompt.image_bytes) for prompt in prompts]
-        most = nlargest(groups_per_batch, (images for _, images in sizes))
-        return cls(max((text for text, _ in sizes), default=0), -(-sum(most) // max(1, len(most))))
+        text, where, images = 0, "", list[int]()
+        for prompt in prompts:
+            images.append(prompt.image_bytes)
+            if (num_bytes := prompt.num_bytes) > text:
+                text, where = num_bytes, prompt.where
+        most = nlargest(groups_per_batch, images)
+        return cls(text, -(-sum(most) // max(1, len(most))), where)
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class StoreBudget:
                 f"store.max_bytes {settings.store.max_bytes} cannot hold {budget.num_batches} batches of "
                 f"{algorithm.groups_per_batch} "
                 f"groups at their longest ({needed} bytes, of a group {group_bytes}, twice the largest prompt of "
-                f"{prompt.text} included"
+                f"{prompt.text} {f'({prompt.where}) ' if prompt.where else ''}included"
                 + (
                     f", and in every row images of {prompt.images} (data.images_field), the mean of as many prompts "
                     "with most of them"

@@ -276,7 +276,8 @@ class ControllerRun:
         try:
             if name == "store":
                 position = await self._threads.call(self._ledger.position)
-                Cursor.decode(position.cursor).within(self._parts.raw_prompts)  # seen before any model has loaded
+                place = Cursor.decode(position.cursor)  # seen before any model has loaded
+                await self._threads.call(place.within, self._parts.raw_prompts)
             elif name == CHECKPOINTS:
                 await self._threads.call(self._parts.checkpoints.latest)
             elif name == "rollouts":

@@ -336,7 +336,7 @@ def test_millions_of_rows_are_told_of_while_they_are_read_and_share_the_names_of
     rows = write(tmp_path / "p.jsonl", *({"prompt": said, "level": {"of the row": i}} for i in range(7)))
     told = list[str]()
     prompts = load_prompts(rows, data_section(rows), ELSEWHERE, tell=told.append)
-    assert told == [f"the prompts, {num} rows so far, to {rows}, line {num}" for num in (3, 6)]
+    assert told == [f"the data, {num} rows so far, to {rows}, line {num}" for num in (3, 6)]
     names = [
         [*prompt.metadata, *prompt.metadata["level"], *(role for role, _ in prompt.messages)] for prompt in prompts
     ]

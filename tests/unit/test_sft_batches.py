@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.settings import SftSettings, load_sft_settings
+from rolecall.training.sft.__main__ import START_TIMEOUT_S, TOKENIZED_BYTES_PER_S, start_timeout_s
 from rolecall.training.sft.train import Batches
 
 
@@ -70,3 +71,14 @@ def test_a_decay_that_does_not_fit_is_told_at_once_where_the_steps_are_known(tmp
     in_epochs = SftSettings.model_validate(tree(tmp_path, num_epochs=1) | {"actor": {"optimizer": optimizer}})
     with pytest.raises(ValueError, match="exceed the 4 optimizer steps"):
         in_epochs.check_schedule(4)
+
+
+def test_ranks_wait_longer_for_each_other_where_there_is_more_to_tokenize(tmp_path: Path) -> None:
+    settings = SftSettings.model_validate(
+        {**tree(tmp_path, num_steps=1), "evaluation": {"path": str(tmp_path / "held")}}
+    )
+    assert start_timeout_s(settings) == START_TIMEOUT_S  # who reads the files complains of one that is not there
+    for name, num_bytes in (("train.jsonl", 10**9), ("held", 10**8)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(num_bytes)
+    assert start_timeout_s(settings) == START_TIMEOUT_S + 1.1e9 / TOKENIZED_BYTES_PER_S

@@ -87,6 +87,11 @@ def test_prompts_too_large_for_the_store_are_refused_and_named(make_settings: Ca
     StoreBudget.of(settings, PromptBytes(1000))
     with pytest.raises(ConfigError, match=r"twice the largest prompt of 1000000 included.*data\.train"):
         StoreBudget.of(settings, PromptBytes(1_000_000))
+    rows = [
+        RawPrompt(str(size), (("user", "x" * size),), "", {}, f"train.jsonl, line {size}") for size in (9, 10**6, 7)
+    ]
+    with pytest.raises(ConfigError, match=r"\(train\.jsonl, line 1000000\) included"):
+        StoreBudget.of(settings, PromptBytes.largest(rows, 64))
 
 
 def test_one_large_image_is_counted_once_a_batch(make_settings: Callable[..., RunSettings]) -> None:

@@ -22,6 +22,8 @@ from rolecall.terminal import INTERRUPTED, USAGE
 
 START_TIMEOUT_S, IMAGES_TIMEOUT_S = 300.0, 3600.0
 """Seconds until all ranks have met; the longer where examples show images, which rank 0 may have to put away."""
+TOKENIZED_BYTES_PER_S = 2e5
+"""Bytes of examples that the slowest rank tokenizes in a second, all others being done: a fifth of what a core does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,8 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(settings: SftSettings, *, resume: bool) -> None:
     from rolecall.training.sft.train import SftRank
 
-    timeout_s = IMAGES_TIMEOUT_S if settings.shows_images else START_TIMEOUT_S
-    SftRank(settings, timeout_s, lost=_leave).run(resume=resume)
+    SftRank(settings, start_timeout_s(settings), lost=_leave).run(resume=resume)
+
+
+def start_timeout_s(settings: SftSettings) -> float:
+    """Seconds until all ranks have met, each after it has tokenized the examples."""
+    evaluation = settings.evaluation
+    files = [*settings.data.train, *([] if evaluation is None else [evaluation.path])]
+    num_bytes = sum(file.stat().st_size for file in files if file.is_file())
+    return (IMAGES_TIMEOUT_S if settings.shows_images else START_TIMEOUT_S) + num_bytes / TOKENIZED_BYTES_PER_S
 
 
 def _leave(error: WorkerLostError) -> None:

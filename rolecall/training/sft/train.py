@@ -258,7 +258,7 @@ def _tokenized(
         spool = None
         if visual_tokens is not None:
             spool = opened.enter_context(Spool(spool_of(settings.run.dir, setting), writes=is_leader))
-        loaded = load_examples(paths, data, setting)
+        loaded = load_examples(paths, data, setting, lambda what: _begin(f"tokenizing {what}"))
         examples = tokenize(loaded, tokenizer, end, data.max_tokens, visual_tokens, spool)
     if not examples.rows:
         raise ConfigError(
