@@ -10,6 +10,7 @@ from rolecall.commands.check import check
 from rolecall.settings import RewardModelSettings, RunSettings, load_settings
 from rolecall.settings.deadlines import reading_s
 from tests.conftest import MakeSettings
+from tests.smallest import judged
 from tests.twins.launched import write_light_config
 
 LARGE: dict[str, Any] = {
@@ -171,6 +172,24 @@ def test_turns_in_an_environment_are_part_of_an_episode_s_time(make_settings: Ma
     assert settings.rollout.generation_timeout_s == 600 + 1024 + 3000
     assert 0.75 * settings.rollout.generation_timeout_s > 100 * 25 + 2048 / 20
     assert make_settings(sampling=sampling).rollout.generation_timeout_s == 600 + 1024
+
+
+def test_a_judge_has_the_time_to_come_to_its_verdict(make_settings: MakeSettings) -> None:
+    """1,024 tokens unless its rubric says otherwise, at 20 a second."""
+
+    def timeout_s(parameters: dict[str, Any] | None = None, **component: Any) -> float:
+        tree = judged(model="model")
+        verdict = tree["components"]["verdict"]
+        verdict.update(component)
+        if parameters is not None:
+            verdict["scorer"]["rubric"] = verdict["scorer"]["rubric"] | {"parameters": parameters}
+        return make_settings(reward=tree).reward.components["verdict"].timeout_s
+
+    assert timeout_s() == 10 + 51
+    assert timeout_s({"max_completion_tokens": 4000}) == 10 + 200
+    assert timeout_s({"temperature": 0.5}) == 10
+    assert timeout_s(timeout_s=30) == 30
+    assert make_settings().reward.components["correct"].timeout_s == 10
 
 
 def test_defaults_are_nobodys_to_change(make_settings: MakeSettings) -> None:
