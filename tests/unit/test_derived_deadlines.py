@@ -1,6 +1,7 @@
 """Deadlines that a file leaves out follow from what is run; those it gives stand."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,25 @@ def test_a_group_gets_the_time_of_the_longest_response_of_an_evaluation(make_set
     sets = {"a": {"path": "a.jsonl"}, "b": {"path": "b.jsonl", "max_tokens": 4000}}
     settings = make_settings(evaluation={"sets": sets}, sampling={"max_tokens": 1000})
     assert settings.rollout.generation_timeout_s == 600 + 2000, "the longest response of all"
+
+
+def test_attention_over_long_rows_is_part_of_a_pass(make_settings: MakeSettings, tmp_path: Path) -> None:
+    """Of 0.6B it is fourteen times the rest at 132k tokens: 1,024 rows take eight GPUs 2,763 s at 100 TFLOP/s each."""
+    config = {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config | heads))
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(1_192_000_000)
+    long = {
+        "sampling": {"num_responses": 16, "max_tokens": 131072},
+        "actor": {"num_ranks": 8, "devices": list(range(8))},
+        "algorithm": {"groups_per_batch": 64},
+    }
+    settings = make_settings(model={"path": str(tmp_path)}, **long)
+    tokens = 1024 * (131072 + 1024)
+    flops = (2 * 0.596e9 + 2 * 132096 * 2048 * 28) * tokens
+    assert settings.actor.compute_timeout_s > 3 * flops / 8 / 1e14
+    assert settings.actor.train_timeout_s > 3 * 5 * flops / 8 / 1e14
 
 
 def test_models_that_are_read_or_written_at_once_share_the_disk(

@@ -25,9 +25,9 @@ ENGINE_BYTES = 4 * 2**30
 def passes(
     settings: RunSettings, facts: ModelFacts, section: TrainerSection, role: str, path: Path, state: float
 ) -> Iterator[str]:
-    """Yields the line on a training pass of the trainer `role`, and a note where a GPU of this machine has less. Machines
-    of a run mostly have the same, so that it is told of a trainer that runs on another, too. A rank keeps `state` bytes
-    meanwhile. Yields nothing of models whose layers are not reckoned.
+    """Yields the line on a training pass of the trainer `role`, and a note where a GPU of this machine has less. Most
+    machines of a run have the same, so that it is told of a trainer that runs on another, too. A rank keeps `state`
+    bytes meanwhile. Yields nothing of models whose layers are not reckoned.
     """
     actor, layout, size = settings.actor, section.parallel, 4 if settings.model.dtype == "float32" else 2
     shares_tokens = actor.backend == "megatron" and actor.megatron.sequence_parallel

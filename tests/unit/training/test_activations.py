@@ -117,6 +117,7 @@ def test_what_a_layer_keeps_is_what_autograd_keeps(tmp_path: Path, kind: str) ->
     assert found.layer == pytest.approx(a_layer, rel=0.06)
     assert found.per_token(recomputed=False) - found.ends == found.layer
     assert found.per_token(recomputed=True) - found.ends == found.layer + 2 * SHAPE["hidden_size"]
+    assert found.attended == 4 * SHAPE["num_attention_heads"] * 32
 
 
 @pytest.mark.parametrize(
