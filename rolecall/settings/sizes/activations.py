@@ -45,9 +45,10 @@ def activations(path: Path, num_bytes: int, num_tensor: int = 1) -> Activations 
     that share its matrices. None where the model is of another kind, or is not there, which others complain of.
     """
     try:
-        text: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return _of(text, num_bytes, num_tensor) if text.get("model_type") in (*_DENSE, *_MIXTURES) else None
-    except (OSError, ValueError, LookupError, TypeError):
+        text = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        is_known = isinstance(text, dict) and text.get("model_type") in (*_DENSE, *_MIXTURES)
+        return _of(text, num_bytes, num_tensor) if is_known else None
+    except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError, RecursionError):
         return None
 
 
