@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolecall.settings.section import Section
+from rolecall.settings.sizes.activations import activations
 from rolecall.settings.trainers import TrainerSection
 
 if TYPE_CHECKING:
@@ -216,7 +217,9 @@ class _Derivation:
         self._say(actor, "actor", "hang_s", max(microbatches), f"a pass over token_budget, {rate}{compiled}")
 
     def _pass_s(self, section: TrainerSection, model: Path, tokens_per_rank: float) -> float:
-        flops = 2 * self.sizes[model] / FILE_BYTES_PER_PARAMETER * tokens_per_rank
+        layers = activations(model, FILE_BYTES_PER_PARAMETER)
+        attended = layers.attended * self._settings.max_row_tokens / 2 if layers is not None else 0.0
+        flops = (2 * self.sizes[model] / FILE_BYTES_PER_PARAMETER + attended) * tokens_per_rank
         return flops / FLOPS_PER_S["GPUs" if section.devices else "CPUs"]
 
     @property

@@ -305,6 +305,10 @@ def taken_names(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name in TAKEN or re.fullmatch(r"(mean|pass|maj|best|worst)@[0-9]+", name))
 
 
+JUDGE_TOKENS_PER_S = 20
+"""Rate of one answer of a judge that answers as many questions at a time as it is asked."""
+
+
 class RewardComponent(Section):
     """One named part of the reward."""
 
@@ -320,7 +324,9 @@ class RewardComponent(Section):
     does not score, tried once, lacks the component alone.
     """
     timeout_s: PositiveFloat = 10.0
-    """Deadline of one item, or of one call of a scorer elsewhere; of code with an address, of one test's run there."""
+    """Deadline of one item, or of one call of a scorer elsewhere; of code with an address, of one test's run there.
+    Unless set, of a judge longer by a second for each 20 tokens of its longest answer (max_tokens of its rubric).
+    """
     max_attempts: PositiveInt = 3
     """Tries per item when a failure is retryable."""
 
@@ -345,6 +351,13 @@ class RewardComponent(Section):
                 return self.scorer.rubric is not None and self.scorer.asked.images
             case _:
                 return False
+
+    @model_validator(mode="after")
+    def _judges_come_to_the_end_of_their_answers(self) -> Self:
+        if "timeout_s" not in self.model_fields_set and isinstance(self.scorer, ExternalScorer) and self.scorer.rubric:
+            longest = self.scorer.asked.max_answer_tokens
+            vars(self)["timeout_s"] = self.timeout_s + round(longest / JUDGE_TOKENS_PER_S)
+        return self
 
     @model_validator(mode="after")
     def _programs_end_before_the_item(self) -> Self:

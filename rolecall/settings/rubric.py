@@ -92,6 +92,12 @@ class Rubric(Section):
         return {FIRST: 1.0, TIE: 0.5, SECOND: 0.0} if self.scope == "group" else self.verdicts
 
     @property
+    def max_answer_tokens(self) -> int:
+        """Tokens of the longest answer, by what the request says; 0: it says nothing of it."""
+        given = [self.parameters.get(name) for name in ("max_tokens", "max_completion_tokens")]
+        return max((each for each in given if isinstance(each, int)), default=0)
+
+    @property
     def takes_large(self) -> bool:
         """Whether it takes whole groups, or images."""
         return self.scope == "group" or self.images

@@ -3,6 +3,7 @@
 One arithmetic for admission and for `rolecall check`.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -90,7 +91,8 @@ class StoreBudget:
                 )
                 + (f", and as much as environments.*.max_image_bytes {shown}" if shown else "")
                 + f"; rows may take {STORE_SHARE:.0%} of the store); "
-                "raise it, or lower sampling.max_tokens, environments.*.max_row_tokens, algorithm.groups_per_batch"
+                f"raise it to {math.ceil(needed / STORE_SHARE)} or more, or lower sampling.max_tokens, "
+                "environments.*.max_row_tokens, algorithm.groups_per_batch"
                 + (", environments.*.max_image_bytes" if shown else "")
                 + (", sampling.num_responses, the files of images" if prompt.images else "")
                 + " or what data.train says of a prompt besides"

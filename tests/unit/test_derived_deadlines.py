@@ -1,6 +1,7 @@
 """Deadlines that a file leaves out follow from what is run; those it gives stand."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rolecall.commands.check import check
 from rolecall.settings import RewardModelSettings, RunSettings, load_settings
 from rolecall.settings.deadlines import reading_s
 from tests.conftest import MakeSettings
+from tests.smallest import judged
 from tests.twins.launched import write_light_config
 
 LARGE: dict[str, Any] = {
@@ -144,6 +146,25 @@ def test_a_group_gets_the_time_of_the_longest_response_of_an_evaluation(make_set
     assert settings.rollout.generation_timeout_s == 600 + 2000, "the longest response of all"
 
 
+def test_attention_over_long_rows_is_part_of_a_pass(make_settings: MakeSettings, tmp_path: Path) -> None:
+    """Of 0.6B it is fourteen times the rest at 132k tokens: 1,024 rows take eight GPUs 2,763 s at 100 TFLOP/s each."""
+    config = {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config | heads))
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(1_192_000_000)
+    long = {
+        "sampling": {"num_responses": 16, "max_tokens": 131072},
+        "actor": {"num_ranks": 8, "devices": list(range(8))},
+        "algorithm": {"groups_per_batch": 64},
+    }
+    settings = make_settings(model={"path": str(tmp_path)}, **long)
+    tokens = 1024 * (131072 + 1024)
+    flops = (2 * 0.596e9 + 2 * 132096 * 2048 * 28) * tokens
+    assert settings.actor.compute_timeout_s > 3 * flops / 8 / 1e14
+    assert settings.actor.train_timeout_s > 3 * 5 * flops / 8 / 1e14
+
+
 def test_models_that_are_read_or_written_at_once_share_the_disk(
     make_settings: MakeSettings, tmp_path: Path, model_32b: str
 ) -> None:
@@ -171,6 +192,24 @@ def test_turns_in_an_environment_are_part_of_an_episode_s_time(make_settings: Ma
     assert settings.rollout.generation_timeout_s == 600 + 1024 + 3000
     assert 0.75 * settings.rollout.generation_timeout_s > 100 * 25 + 2048 / 20
     assert make_settings(sampling=sampling).rollout.generation_timeout_s == 600 + 1024
+
+
+def test_a_judge_has_the_time_to_come_to_its_verdict(make_settings: MakeSettings) -> None:
+    """1,024 tokens unless its rubric says otherwise, at 20 a second."""
+
+    def timeout_s(parameters: dict[str, Any] | None = None, **component: Any) -> float:
+        tree = judged(model="model")
+        verdict = tree["components"]["verdict"]
+        verdict.update(component)
+        if parameters is not None:
+            verdict["scorer"]["rubric"] = verdict["scorer"]["rubric"] | {"parameters": parameters}
+        return make_settings(reward=tree).reward.components["verdict"].timeout_s
+
+    assert timeout_s() == 10 + 51
+    assert timeout_s({"max_completion_tokens": 4000}) == 10 + 200
+    assert timeout_s({"temperature": 0.5}) == 10
+    assert timeout_s(timeout_s=30) == 30
+    assert make_settings().reward.components["correct"].timeout_s == 10
 
 
 def test_defaults_are_nobodys_to_change(make_settings: MakeSettings) -> None:

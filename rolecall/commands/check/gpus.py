@@ -25,8 +25,9 @@ ENGINE_BYTES = 4 * 2**30
 def passes(
     settings: RunSettings, facts: ModelFacts, section: TrainerSection, role: str, path: Path, state: float
 ) -> Iterator[str]:
-    """Yields the line on a training pass of the trainer `role`, and a note where a GPU of this machine has less. A rank
-    keeps `state` bytes meanwhile. Yields nothing of models whose layers are not reckoned.
+    """Yields the line on a training pass of the trainer `role`, and a note where a GPU of this machine has less. Most
+    machines of a run have the same, so that it is told of a trainer that runs on another, too. A rank keeps `state`
+    bytes meanwhile. Yields nothing of models whose layers are not reckoned.
     """
     actor, layout, size = settings.actor, section.parallel, 4 if settings.model.dtype == "float32" else 2
     shares_tokens = actor.backend == "megatron" and actor.megatron.sequence_parallel
@@ -48,7 +49,7 @@ def passes(
         f"gradient_checkpointing{whole}"
     )
     gpus = gpu_memory_bytes()
-    if not section.devices or section.address is not None or not gpus:
+    if not section.devices or not gpus:
         return
     beside = 0.0
     if settings.takes_shifts and settings.actor.devices:
@@ -56,8 +57,9 @@ def passes(
         beside = plan.training - plan.trained
     total = state + passed + gathered + beside
     if total > min(gpus.values()):
+        whose = "a GPU" if section.address is None else "a GPU, if its machine has those of this one,"
         yield (
-            f"{NOTE} {role}: at the height of a pass a rank takes about {in_bytes(total)}, and a GPU has "
+            f"{NOTE} {role}: at the height of a pass a rank takes about {in_bytes(total)}, and {whose} has "
             f"{in_bytes(min(gpus.values()))}; raise num_ranks or parallel.sequence, set actor.activation_offload or "
             "optimizer.offload, or shorten responses"
         )

@@ -1,4 +1,5 @@
-"""The memory that a pass over packed tokens keeps until its backward pass, by a model's config.json.
+"""The memory that a pass over packed tokens keeps until its backward pass, and what attention computes in it, by a
+model's config.json.
 
     kept = activations(Path("/models/Qwen3-32B"), num_bytes=2)
     kept.per_token(recomputed=True)      # bytes, with actor.gradient_checkpointing
@@ -30,6 +31,8 @@ class Activations:
     """All that one layer keeps, its input included."""
     ends: float
     """The last norm and the head."""
+    attended: float
+    """FLOPs of a token and one that it attends to, in all layers."""
 
     def per_token(self, *, recomputed: bool) -> float:
         """Bytes at the height of a pass: of all layers, or where they are `recomputed` of their inputs and of one."""
@@ -42,9 +45,10 @@ def activations(path: Path, num_bytes: int, num_tensor: int = 1) -> Activations 
     that share its matrices. None where the model is of another kind, or is not there, which others complain of.
     """
     try:
-        text: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return _of(text, num_bytes, num_tensor) if text.get("model_type") in (*_DENSE, *_MIXTURES) else None
-    except (OSError, ValueError, LookupError, TypeError):
+        text = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        is_known = isinstance(text, dict) and text.get("model_type") in (*_DENSE, *_MIXTURES)
+        return _of(text, num_bytes, num_tensor) if is_known else None
+    except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError, RecursionError):
         return None
 
 
@@ -57,20 +61,25 @@ def _of(text: dict[str, Any], size: int, num_tensor: int) -> Activations:
         layer_input=size * hidden,
         layer=2 * norm * hidden + shared / num_tensor,
         ends=(norm + 2 * size) * hidden,
+        attended=4 * text["num_attention_heads"] * _head_dim(text) * text["num_hidden_layers"],
     )
 
 
 def _attention(text: dict[str, Any], size: int) -> float:
     """Bytes of queries, keys, values, what comes of them, and their norms."""
-    heads = text["num_attention_heads"]
+    heads, head_dim = text["num_attention_heads"], _head_dim(text)
     if text.get("kv_lora_rank"):  # latent; values are padded to the width of keys
-        width = text["qk_nope_head_dim"] + text["qk_rope_head_dim"]
         ranks = (text.get("q_lora_rank") or 0) + text["kv_lora_rank"]
-        return float(4 * heads * width * size + (4 + 2 * size) * ranks)
-    head_dim = text.get("head_dim") or text["hidden_size"] // heads
+        return float(4 * heads * head_dim * size + (4 + 2 * size) * ranks)
     keys = text.get("num_key_value_heads") or heads
     normed = (4 + size) * (heads + keys) * head_dim if text["model_type"] in _NORMED_HEADS else 0
     return float(2 * (heads + keys) * head_dim * size + 4 * heads + normed)
+
+
+def _head_dim(text: dict[str, Any]) -> int:
+    if text.get("kv_lora_rank"):
+        return int(text["qk_nope_head_dim"] + text["qk_rope_head_dim"])
+    return int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
 
 
 def _feed_forward(text: dict[str, Any], size: int) -> float:

@@ -1,5 +1,6 @@
 """What a pass keeps for its backward pass is what is reckoned from config.json, and what a GPU was seen to take."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ def test_what_a_layer_keeps_is_what_autograd_keeps(tmp_path: Path, kind: str) ->
     assert found.layer == pytest.approx(a_layer, rel=0.06)
     assert found.per_token(recomputed=False) - found.ends == found.layer
     assert found.per_token(recomputed=True) - found.ends == found.layer + 2 * SHAPE["hidden_size"]
+    assert found.attended == 4 * SHAPE["num_attention_heads"] * 32
 
 
 @pytest.mark.parametrize(
@@ -152,5 +154,10 @@ def test_a_model_of_another_kind_is_not_guessed_at(tmp_path: Path) -> None:
     assert activations(tmp_path, 2) is None
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_next", "hidden_size": 8}')
     assert activations(tmp_path, 2) is None
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    assert activations(tmp_path, 2) is None
+    for wrong in ('{"model_type": "qwen3"}', "[]", "{", "[" * 100_000, '{"model_type": []}'):
+        (tmp_path / "config.json").write_text(wrong)
+        assert activations(tmp_path, 2) is None, wrong[:20]
+    config = Qwen3Config(**SHAPE).to_diff_dict() | {"model_type": "qwen3", "head_dim": None}
+    for heads in (0, "four", None):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": heads}))
+        assert activations(tmp_path, 2) is None
