@@ -175,6 +175,12 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
         remedy = _DEQUANTIZED if method == "mxfp4" else "use the model in bfloat16 or float32"
         raise ConfigError(f"{where} is quantized ({method}), and quantized weights cannot be trained; {remedy}")
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if text.get(cap):
+            raise ConfigError(
+                f"{where} caps its logits softly ({cap} {text[cap]} of config.json), which neither attention nor "
+                "logprobs support here; use a model without it, as Gemma 3"
+            )
     heads, keys, hidden = (text.get(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     if isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
         raise ConfigError(

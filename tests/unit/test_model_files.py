@@ -130,6 +130,10 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
         "weights cannot be trained; make a copy in bfloat16, which transformers does: AutoModelForCausalLM.from_pretra",
     ),
     (
+        edit("config.json", final_logit_softcapping=30.0),
+        " caps its logits softly (final_logit_softcapping 30.0 of config.json), which neither attention nor logprobs",
+    ),
+    (
         edit("config.json", model_type="qwen9"),
         ": the installed transformers knows no model_type 'qwen9' of config.json; correct it, or use another model",
     ),
