@@ -25,6 +25,8 @@ QWEN3_5_TEXT = ("qwen3_5_text", "qwen3_5_moe_text")
 """Values of model_type of Qwen3.5's language models where they are saved alone."""
 _RECURRENT = ("qwen3_next", *QWEN3_5_TEXT)
 """Values of model_type of models with recurrent layers."""
+_ROPE_BY_LENGTH = ("longrope", "su", "dynamic")
+"""Kinds of rotary positions whose frequencies change with the length of what is computed together."""
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 """Values of model_type whose language model can be saved, and trained, alone."""
 _DEQUANTIZED = (
@@ -175,6 +177,19 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
         remedy = _DEQUANTIZED if method == "mxfp4" else "use the model in bfloat16 or float32"
         raise ConfigError(f"{where} is quantized ({method}), and quantized weights cannot be trained; {remedy}")
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if text.get(cap):
+            raise ConfigError(
+                f"{where} caps its logits softly ({cap} {text[cap]} of config.json), which neither attention nor "
+                "logprobs support here; use a model without it, as Gemma 3"
+            )
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type") or rope.get("type")
+    if rope_type in _ROPE_BY_LENGTH:
+        raise ConfigError(
+            f"{where} turns positions by the longest sequence of a pass (rope_type {rope_type!r} of config.json), and "
+            "sequences of all lengths are packed; use another model, as Phi-4 in place of Phi-4-mini"
+        )
     heads, keys, hidden = (text.get(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     if isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
         raise ConfigError(

@@ -1,5 +1,5 @@
 """A whole model into the running vLLM engine: its layerwise reload, the proof that every parameter was written, and the
-repairs that the reload needs: on CPUs, and for gpt-oss.
+repairs that the reload needs: on CPUs, for gpt-oss and for MiniMax-M2.
 
 Like the receiver it runs in vLLM's worker. The adapter's counterpart is adapter.py.
 """
@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from vllm.config import ModelConfig
@@ -37,6 +38,7 @@ def load_model(model: torch.nn.Module, config: ModelConfig, device: torch.device
     """
     tied = _tied_groups(model)
     _rebuild_moe_kernels(model, device)
+    name_loaders(model)
     initialize_layerwise_reload(model)
     coverage = Coverage(
         (name, parameter, get_tensor_load_numel(parameter))
@@ -64,6 +66,14 @@ def load_model(model: torch.nn.Module, config: ModelConfig, device: torch.device
     _repack_tied_heads(model, tied)
     _write_sinks(model, sinks)
     return coverage.unread()
+
+
+def name_loaders(model: torch.nn.Module) -> None:
+    """Repair 5: the reload asks each loader for its name, which the partial functions of MiniMax-M2's norms lack."""
+    for parameter in model.parameters():
+        loader = vars(parameter).get("weight_loader")
+        if isinstance(loader, partial):
+            vars(loader)["__name__"] = "partial"
 
 
 def _load_bucket(model: torch.nn.Module, named: list[tuple[str, torch.Tensor]], coverage: Coverage) -> Exception | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from transformers import AutoConfig, PretrainedConfig
 
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import RunSettings
@@ -18,7 +19,10 @@ from services.rollout.vllm.image_prompts import NUM_OPENED, ImagePrompts
 from tests.pictures import picture
 from tests.smallest import smallest_tree
 from tests.tiny_models import write_qwen3
+from tests.tiny_tokenizer import EOS_TOKEN_ID
 from tests.waiting import until
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 
 
 def test_a_request_that_vllm_refuses_is_one_bad_request() -> None:
@@ -27,8 +31,11 @@ def test_a_request_that_vllm_refuses_is_one_bad_request() -> None:
         sampling_params(SampleRequest("7/0", [1, 2], sampling, 1), (0,))
 
 
-def made(folder: Path, **rollout: Any) -> Any:
+def made(folder: Path, *, config: PretrainedConfig | None = None, **rollout: Any) -> Any:
+    """What vLLM makes of the smallest run, of a model that says of itself what `config` does."""
     model = write_qwen3(folder / "model", heads=2, kv_heads=1)
+    if config is not None:
+        config.save_pretrained(model)
     tree = smallest_tree(folder, model={"path": str(model)}, rollout=rollout)
     return engine_config(engine_args(configure(RunSettings.model_validate(tree), "rollout-0", range(2))))
 
@@ -47,6 +54,26 @@ def test_what_vllm_refuses_of_an_engine_is_a_configuration_error_of_one_line(tmp
 def test_more_responses_at_a_time_than_vllms_own_step_has_tokens_are_sampled(tmp_path: Path) -> None:
     scheduler = made(tmp_path, max_num_seqs=5000, pause_mode="keep").scheduler_config
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (5000, 5000 + PROBE_ROOM)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "name", "expected"),
+    [
+        ("cohere2", {"sliding_window": 8}, "sliding_window", 7),
+        (
+            "ministral3",
+            {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling",
+            {"beta": 0.1, "original_max_position_embeddings": 64},
+        ),
+    ],
+)
+def test_vllm_is_told_what_it_would_compute_otherwise_than_transformers_late_in_a_sequence(
+    tmp_path: Path, kind: str, more: dict[str, Any], name: str, expected: object
+) -> None:
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "hidden_size": 64}
+    config = AutoConfig.for_model(kind, **sizes, max_position_embeddings=512, eos_token_id=EOS_TOKEN_ID, **more)
+    assert vars(made(tmp_path, config=config).model_config.hf_config)[name] == expected
 
 
 class SlowRenderer:

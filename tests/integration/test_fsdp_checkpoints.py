@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError, DiskFullError
+from rolecall.settings import LoraSection
 from rolecall.training.model.huggingface import write_model
 from rolecall.training.serving.hooks import nothing
 from tests.checkpoint_rig import exported, load, save
@@ -56,13 +57,12 @@ def test_biases_of_routers_are_published_kept_and_exported_as_they_were_in_half_
     stored = load_file(source / "model.safetensors")
     expected = {name: tensor for name, tensor in stored.items() if name.endswith("e_score_correction_bias")}
     engine = make_engine(source, dtype="bfloat16")
-    save(engine, tmp_path / "checkpoint")
-    exported_weights = load_file(exported(tmp_path / "checkpoint") / "model.safetensors")
-    for weights in (
-        weights_of(engine),
-        exported_weights,
-        weights_of(make_engine(source, dtype="bfloat16", optimizer=None)),
-    ):
+    adapted = make_engine(source, dtype="bfloat16", lora=LoraSection(rank=2, target_modules=["q_proj"]))
+    found = [weights_of(engine), weights_of(make_engine(source, dtype="bfloat16", optimizer=None))]
+    for name, each in (("checkpoint", engine), ("adapters", adapted)):
+        save(each, tmp_path / name)
+        found.append(load_file(exported(tmp_path / name) / "model.safetensors"))
+    for weights in found:
         assert weights.keys() == stored.keys()
         assert_same_weights({name: weights[name] for name in expected}, expected, atol=0)
         assert weights["model.embed_tokens.weight"].dtype == torch.bfloat16

@@ -11,11 +11,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tests.twins.launched import wait_until_gone
 
@@ -116,6 +118,20 @@ def test_missing_sinks_and_biases_of_experts_are_caught_by_coverage_and_named(si
     assert sinks["not exported"]["error"][0] == "TornWeightsError"
     assert "model.layers.0.attn.sinks got 0 of 4 elements" in sinks["not exported"]["error"][1]
     assert "w13_bias got 0 of 512 elements" in sinks["not exported"]["error"][1]
+
+
+def test_loaders_that_are_partial_functions_as_minimax_m2_s_are_taken_by_the_reload() -> None:
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, record_metadata_for_reloading
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    from rolecall.weights.reload import name_loaders
+
+    layer = torch.nn.Linear(2, 2, bias=False)
+    vars(layer.weight)["weight_loader"] = partial(default_weight_loader)
+    record_metadata_for_reloading(layer)
+    name_loaders(layer)
+    initialize_layerwise_reload(layer)
+    assert vars(layer.weight)["weight_loader"].__name__ == "online_process_loader"
 
 
 def test_an_engine_is_exact_after_what_changed_and_after_a_change_of_everything(dense: Outcomes) -> None:

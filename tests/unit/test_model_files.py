@@ -130,6 +130,14 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
         "weights cannot be trained; make a copy in bfloat16, which transformers does: AutoModelForCausalLM.from_pretra",
     ),
     (
+        edit("config.json", final_logit_softcapping=30.0),
+        " caps its logits softly (final_logit_softcapping 30.0 of config.json), which neither attention nor logprobs",
+    ),
+    (
+        edit("config.json", rope_scaling={"type": "longrope", "short_factor": [1.0]}, rope_parameters=None),
+        " turns positions by the longest sequence of a pass (rope_type 'longrope' of config.json), and sequences of",
+    ),
+    (
         edit("config.json", model_type="qwen9"),
         ": the installed transformers knows no model_type 'qwen9' of config.json; correct it, or use another model",
     ),

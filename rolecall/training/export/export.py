@@ -103,7 +103,7 @@ def _merged(
     value head, which was trained whole. Experts come a layer's parameter at a time.
     """
     conversion = Conversion(model.hf)
-    state = state_buffers(model.hf)
+    state = {each for own, buffer in state_buffers(model.hf).items() for each in conversion.to_checkpoint(own, buffer)}
     names = lora.parameter_names(model.hf, conversion)
     heads = [name for name in saved if not lora.is_adapter(name)]
     stacked = set(lora.stacked_experts(model.hf)) if section.experts else set()
@@ -117,7 +117,7 @@ def _merged(
             shape = model.hf.get_parameter(own).shape
             tensor = conversion.from_checkpoint(own, shape, base.tensor, slice(None)).to(dtype)
         else:
-            tensor = base.tensor(name) if own in state else base.tensor(name).to(dtype)
+            tensor = base.tensor(name) if name in state else base.tensor(name).to(dtype)
         tensor = lora.with_adapter(own, tensor, saved, saved.tensor, section, conversion, DTYPES[saved.dtype])
         yield from conversion.to_checkpoint(own, tensor).items() if own in stacked else [(name, tensor)]
     for name in heads:

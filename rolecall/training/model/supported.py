@@ -36,6 +36,8 @@ _PLAIN = frozenset(
 """What stands between a plain model's last hidden states and its logits: one product, and other views of the same
 numbers.
 """
+_ATTENTION = frozenset({"attention", "full_attention", "sliding_attention"})
+"""Kinds of layers that keep no state, in a configuration's layer_types."""
 _SCALING = {"mul": 1, "mul_": 1, "div": -1, "div_": -1}
 """What may stand there, too, with a constant: the power of it that becomes a factor of the logits."""
 
@@ -79,7 +81,9 @@ def check_head(hf: PreTrainedModel) -> float:
 
 def check_stateless(hf: PreTrainedModel) -> None:
     """Raises ConfigError when `hf` hands a state from token to token in layers that are not known to do so."""
-    if hf._is_stateful and not recurrent_layers(hf):
+    kinds = hf.config.get_text_config().to_dict().get("layer_types")
+    attends = bool(kinds) and set(kinds) <= _ATTENTION
+    if hf._is_stateful and not attends and not recurrent_layers(hf):
         raise ConfigError(
             f"{type(hf).__name__} keeps a state from token to token, which packed sequences would hand on to each "
             "other; use a model with attention, or with gated delta rules, in every layer"

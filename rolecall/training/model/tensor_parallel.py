@@ -95,8 +95,8 @@ def local_vocabulary(weight_VH: torch.Tensor) -> tuple[torch.Tensor, VocabShard 
 
 
 def unnamed_partial(hf: PreTrainedModel, plan: dict[str, str]) -> set[str]:
-    """Returns the modules, spelled as in `plan`, that it does not name although each rank uses their parameters on its
-    part of what a cut matrix gives. ConfigError where each head has parameters of its own.
+    """Returns the modules that `plan` forgets, in its spelling: each rank uses their parameters on its part of what a
+    cut matrix gives. ConfigError where each head has parameters of its own.
     """
     from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
 

@@ -13,6 +13,7 @@ from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.usage.usage_lib import UsageContext
 
+from rolecall.data.model_files import text_config
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection
 from services.rollout.config import RolloutConfig
@@ -46,7 +47,10 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         generation_config="vllm",
         load_format="dummy",
         dtype=config.dtype,
-        hf_overrides={"head_dtype": "float32"} if config.float32_head else {},
+        hf_overrides={
+            **({"head_dtype": "float32"} if config.float32_head else {}),
+            **_as_transformers(text_config(config.model_path)),
+        },
         max_model_len=config.max_model_tokens,
         max_num_seqs=config.max_num_seqs + config.keeps_cache,  # the probe's place
         max_num_batched_tokens=config.step_tokens,
@@ -77,6 +81,19 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         # No kernel on CPUs is batch-invariant: the batch is one response, whose prompt is computed like any other's.
         return replace(arguments, max_num_seqs=1, enable_prefix_caching=False)
     return arguments
+
+
+def _as_transformers(text: dict[str, Any]) -> dict[str, Any]:
+    """Changes to a model's configuration by which vLLM computes what transformers does, late in a sequence, where no
+    probe looks: it lets a window of Cohere's see one token more, and does not read Ministral 3's scale of late queries.
+    """
+    rope = text.get("rope_parameters") or {}
+    if text.get("model_type") in ("cohere2", "cohere2_moe") and text.get("sliding_window"):
+        return {"sliding_window": text["sliding_window"] - 1}
+    if text.get("model_type") == "ministral3" and rope.get("llama_4_scaling_beta"):
+        start = rope["original_max_position_embeddings"]
+        return {"llama_4_scaling": {"beta": rope["llama_4_scaling_beta"], "original_max_position_embeddings": start}}
+    return {}
 
 
 def know_the_model(path: Path) -> None:

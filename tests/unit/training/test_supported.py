@@ -12,8 +12,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolecall.errors import ConfigError
+from rolecall.training.account.flops import count_flops
 from rolecall.training.model.packed_model import PackedModel, PolicyModel, build_model
-from rolecall.training.model.supported import without_dropout
+from rolecall.training.model.supported import check_head, without_dropout
 
 TINY = {
     "num_hidden_layers": 1,
@@ -61,7 +62,7 @@ def test_a_constant_factor_of_the_logits_is_found(
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("gemma2", r"Gemma2ForCausalLM does more to its logits than .* a constant factor \(tanh: soft-capping"),
+        ("gemma2", r"caps its logits softly \(attn_logit_softcapping 50.0 of config.json\).* use a model without it"),
         ("phi", "PhiForCausalLM has a bias in its output layer"),
         ("mamba", "MambaForCausalLM keeps a state from token to token"),
         ("falcon", "a falcon model .* cannot be trained packed"),
@@ -99,6 +100,22 @@ def test_a_configuration_of_another_kind_of_model_is_refused_with_the_reason(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=told):
         build_model(tmp_path, "policy", torch.float32)
+
+
+def test_logits_that_are_more_than_a_product_are_found_whatever_the_configuration_says() -> None:
+    config = AutoConfig.for_model("gemma2", **TINY)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=r"Gemma2ForCausalLM does more .* a constant factor \(tanh: soft-capping"):
+        check_head(model)
+
+
+def test_a_model_that_could_keep_a_state_and_has_no_such_layer_is_taken(tmp_path: Path) -> None:
+    dense = {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_heads": 4, "mamba_d_head": 16}
+    model = built(tmp_path, "granitemoehybrid", layer_types=["attention"], **dense)
+    assert count_flops(model).forward.per_token > 0
+    with pytest.raises(ConfigError, match="GraniteMoeHybridForCausalLM keeps a state from token to token"):
+        built(tmp_path, "granitemoehybrid", layer_types=["mamba"], **dense)
 
 
 def test_a_model_is_built_without_its_dropout(tmp_path: Path) -> None:
