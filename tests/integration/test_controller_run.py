@@ -549,7 +549,7 @@ class SlowTokenizer:
         from 1.
         """
         assert run.latest is not None
-        renderer: Any = run.latest._parts.renderer
+        renderer: Any = run.latest._connected.renderer
         self._tokenizer: ChatTokenizer = renderer._encoder.tokenizer
         renderer._encoder = PromptEncoder(cast(ChatTokenizer, self))
         self._left, self._each_s = held, each_s
@@ -798,6 +798,7 @@ async def test_a_paused_run_without_rollouts_outlives_a_hiccup_of_its_store(
                 await life.reaches(1)
                 await life.stub.PauseRun(pb.PauseRunRequest())
                 await life.shows(lambda status: status.state == pb.RUN_STATE_PAUSED)
+                await until(lambda: life.states.state == "paused")  # and no publish is under way
             await life.shows(lambda status: all(worker.lost for worker in status.workers))
             await until(lambda: life.states.state == "paused")
             pending = Ledger.pending
