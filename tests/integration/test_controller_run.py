@@ -571,7 +571,7 @@ class SlowTokenizer:
         from 1.
         """
         assert run.latest is not None
-        renderer: Any = run.latest._parts.renderer
+        renderer: Any = run.latest._connected.renderer
         self._tokenizer: ChatTokenizer = renderer._encoder.tokenizer
         renderer._encoder = PromptEncoder(cast(ChatTokenizer, self))
         self._left, self._each_s = held, each_s
