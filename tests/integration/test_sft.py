@@ -5,6 +5,7 @@ that a run can start from.
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -28,8 +30,12 @@ from rolecall.commands.cli import main
 from rolecall.data.model_files import read_model
 from rolecall.data.sft_examples import load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
+from rolecall.errors import DiskFullError
 from rolecall.identity import kept
-from rolecall.settings import SftDataSection
+from rolecall.settings import SftDataSection, SftRunSection
+from rolecall.training.sft.checkpoints import SftCheckpoints
+from tests.integration.fsdp_ranks import make_engine
+from tests.integration.sft_ranks import context_of
 from tests.tiny_models import write_qwen3, write_qwen3_moe
 from tests.tiny_tokenizer import EOS_TOKEN_ID, QWEN3_TEMPLATE, write_tokenizer
 
@@ -321,6 +327,50 @@ def test_killed_at_any_step_it_goes_on_bit_by_bit(
         assert metrics_of(config, name) == metrics_of(whole[0], name), name
     ours, theirs = exported(config), load_file(_exported_once(whole[0]) / "model.safetensors")
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.thorough("test_trackers_are_told_how_it_ended")
+def test_a_rank_that_is_lost_is_named_and_not_the_collective_that_it_left(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path / "job", model, data)
+    more = ["--run.num_steps=100000", "--evaluation.every_steps=0", "--actor.num_ranks=2"]
+    process = subprocess.Popen(command(config, *more), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 200
+    while not RunCheckpoints(open_storage(str(config.parent / "run" / "checkpoints")), 2).steps():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    below = psutil.Process(process.pid).children(recursive=True)
+    next(each for each in below if each.environ().get("RANK") == "1").kill()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank 1" in said
+    assert "Connection" not in said
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_that_does_not_fit_gives_its_room_back(tmp_path: Path, data: Path) -> None:
+    """Where files may have 2 MB, the state fits, and what is copied after it does not."""
+    model = write_qwen3(tmp_path / "dense", hidden=32)
+    section = SftDataSection(train=data / "train.jsonl", batch_size=1)
+    loaded = load_examples(section.train, section, "data.train")
+    examples = tokenize(loaded, ChatTokenizer(model), EOS_TOKEN_ID, PROMPT_TOKENS)
+    run = SftRunSection(name="warm", dir=tmp_path / "run", num_steps=2)
+    checkpoints = SftCheckpoints(run, context_of(make_engine(model)), examples)
+    (model / "merges.txt").write_bytes(bytes(3_000_000))
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, most))
+    try:
+        checkpoints.save(1)
+        with pytest.raises(DiskFullError):
+            checkpoints.wait_until_written()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    assert [file for file in (tmp_path / "run").rglob("*") if file.is_file()] == []
+    checkpoints.save(2)
+    checkpoints.wait_until_written()
+    assert checkpoints.restore() == 2
 
 
 def test_of_two_at_once_with_one_place_for_checkpoints_one_ends_and_says_why(

@@ -90,9 +90,14 @@ class SftCheckpoints:
             writing.result()  # bounded: by COMMAND_TIMEOUT_S between ranks, and by the storage's own tries
 
     def _write(self, snapshot: Snapshot, attempt: Attempt, writers: CommandGroup) -> None:
-        files = snapshot.write(attempt.storage.at(ROLE), writers, {})
-        # together: at the next checkpoint every rank waits here for rank 0, and none in a step's group
-        writers.agree(lambda: self._commit(attempt, files))
+        try:
+            files = snapshot.write(attempt.storage.at(ROLE), writers, {})
+            # together: at the next checkpoint every rank waits here for rank 0, and none in a step's group
+            writers.agree(lambda: self._commit(attempt, files))
+        except (DiskFullError, StorageUnavailableError):
+            if self._context.group.is_leader:
+                self._checkpoints.discard(attempt)  # no rank writes any more, and the next one needs the room
+            raise
 
     def _commit(self, attempt: Attempt, files: Sequence[StoredFile]) -> None:
         if self._context.group.is_leader:

@@ -132,7 +132,8 @@ class SftRank:
         report = SftReport(self._settings, self._num_steps, self._batches.num_per_epoch) if is_leader else None
         end = End.FAILED
         try:
-            self._train(step, checkpoints, report)
+            with self._context.group.watched():
+                self._train(step, checkpoints, report)
             end = End.DONE
         except KeyboardInterrupt:
             end = End.STOPPED
