@@ -168,18 +168,18 @@ class ControllerRun:
         # A scorer that is away is waited for by its groups, and the run has started with it.
         first |= set() if recovering else {"reward"}
         await shifts.begin(ctl)
-        if not await self._wait_for_roles(first if shifts.are_taken else first | then):
+        if not await self._wait_for_roles(first if shifts.are_taken else first | then, budget):
             return await self._require_saved()
         if scoring and not recovering:
             await shifts.to_scoring(ctl)
-            if not await self._wait_for_roles(scoring):
+            if not await self._wait_for_roles(scoring, budget):
                 return await self._require_saved()
             await shifts.to_training(ctl)
         budget.recovered()
         self._board.states.enter("recovering" if recovering else "starting")  # no more paused: its roles are here
         recovered = await _recovery(parts).run(ctl)
         await shifts.to_publishing(ctl)
-        if shifts.are_taken and not await self._wait_for_roles(then):
+        if shifts.are_taken and not await self._wait_for_roles(then, budget):
             return await self._require_saved()
         await Loop(parts, recovered).run()
 
@@ -213,7 +213,7 @@ class ControllerRun:
             pass  # of this kind, or of another
         return self._ledger.fenced.take_set_back()
 
-    async def _wait_for_roles(self, missing: set[str]) -> bool:
+    async def _wait_for_roles(self, missing: set[str], budget: RecoveryBudget) -> bool:
         """True when every role of `missing`, and the store where it is one, answers; false when a stop is asked for
         meanwhile. BudgetSpentError names those that did not in time.
         """
@@ -229,6 +229,7 @@ class ControllerRun:
                 while missing:
                     if self._board.paused:  # people may have taken the roles away until they resume it
                         limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
+                        budget.paused()
                     state = "recovering" if recovering else "starting"
                     self._board.wait_for(", ".join(self._awaited(role) for role in sorted(missing)), state)
                     if self._board.stop_requested:

@@ -46,11 +46,17 @@ class Recoveries:
         after_s: float = 0.0,
         landed: int = 0,
         paused: bool = False,
+        paused_s: float = 0.0,
         why: str = "gone",
     ) -> None:
-        """After `after_s` of work something fails, and answers again `away_s` later."""
+        """After `after_s` of work something fails, and answers again `away_s` later, or where the run is paused
+        meanwhile for `paused_s` that much later.
+        """
         self.now += after_s
         self.budget.spend(WorkerLostError(why), step, (landed, 0), paused=paused)
+        if paused_s:
+            self.now += paused_s
+            self.budget.paused()
         self.now += away_s
         self.budget.recovered()
 
@@ -93,6 +99,14 @@ def test_a_long_quiet_pause_renews_both_budgets_and_failures_without_a_break_in_
         recoveries.fail(3, away_s=40.0, after_s=3600.0, paused=True)
     with pytest.raises(BudgetSpentError):
         recoveries.fail(3, paused=True)
+
+
+def test_roles_that_are_away_in_a_pause_are_not_missed() -> None:
+    recoveries = Recoveries(stall_timeout_s=60)
+    recoveries.fail(3, away_s=31.0, paused_s=3600.0)
+    recoveries.fail(3, away_s=31.0)
+    with pytest.raises(BudgetSpentError, match="roles were away for 62 s"):
+        recoveries.fail(3)
 
 
 def test_an_applied_step_renews_both_budgets() -> None:

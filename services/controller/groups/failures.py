@@ -65,6 +65,10 @@ class RecoveryBudget:
                 f"the last failure: {error.message}"
             ) from error
 
+    def paused(self) -> None:
+        """Leaves the time until now out: roles may be away, for people paused the run."""
+        self._failed_at = self._clock()
+
     def recovered(self) -> None:
         """Store and roles answer again."""
         self._recovered_at = self._clock()
