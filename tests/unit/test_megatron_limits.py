@@ -90,7 +90,7 @@ def test_the_stages_of_a_pipeline_are_told(config: Path, capsys: pytest.CaptureF
         ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, "attention in sliding windows"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "attention in sliding windows"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary positions of type yarn"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rotary positions of type longrope"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "rotary positions of type proportional"),
         ({"hidden_act": "gelu"}, "activation gelu"),
         ({"attention_bias": True}, "attention_bias"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
