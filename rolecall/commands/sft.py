@@ -156,7 +156,7 @@ def _run(worker: Worker) -> int:
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_TIMEOUT_S)
-        return INTERRUPTED
+        return 0 if process.returncode == 0 else INTERRUPTED  # 0: it had just ended
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

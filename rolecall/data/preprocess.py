@@ -27,6 +27,10 @@ class _Beginning(io.BytesIO):
 
     num_left = MAX_PRINTED_BYTES
 
+    def fileno(self) -> int:
+        """stderr's, for a program that the function starts."""
+        return sys.stderr.fileno()
+
     def write(self, data: Any, /) -> int:
         """Shows what may still be shown of `data`."""
         view = memoryview(data)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from rolecall.errors import InvalidInputError
 from rolecall.identity import newest_checkpoint
 from rolecall.launcher.run_record import read_record
 from rolecall.settings import RunSettings
@@ -16,7 +17,11 @@ from rolecall.v1 import controller_pb2
 
 def is_finished(settings: RunSettings) -> bool:
     """Whether all steps were trained, evaluated at their end and kept. Raises as `newest_checkpoint`."""
-    record, last = read_record(settings.run.dir), settings.run.total_steps
+    try:
+        record = read_record(settings.run.dir)
+    except InvalidInputError:  # cut off, or of another release
+        return False
+    last = settings.run.total_steps
     if record is None or record.exit_code != 0 or record.status.state != controller_pb2.RUN_STATE_DONE:
         return False
     if last == 0 or record.status.step != last or not settings.evaluation.sets.keys() <= _evaluated(settings, last):
@@ -27,7 +32,10 @@ def is_finished(settings: RunSettings) -> bool:
 
 def _evaluated(settings: RunSettings, step: int) -> set[str]:
     """The sets of which metrics.jsonl has numbers at `step`."""
-    names = (name for name in _names(settings.run.dir / "metrics.jsonl", step) if name.startswith("eval/"))
+    try:
+        names = [name for name in _names(settings.run.dir / "metrics.jsonl", step) if name.startswith("eval/")]
+    except (ValueError, TypeError, KeyError):  # no JSON, no object, or no step in it
+        return set()
     return {name.split("/")[1] for name in names}
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -250,8 +250,8 @@ def _require_local_shifts(settings: RunSettings) -> None:
 def write_config(settings: RunSettings | SftSettings) -> Path:
     """Writes the resolved configuration to <run dir>/config.yaml, readable by the owner alone.
 
-    Without the store's URL, and without derived deadlines: who reads it derives them again, of what may have been
-    overridden since.
+    Without the store's URL, and without derived deadlines and sizes: who reads it derives them again, of what may have
+    been overridden since. But the store's, for a role is given its URL and derives none.
     """
     path = settings.run.dir / "config.yaml"
     text = yaml.safe_dump(settings.model_dump(mode="json", exclude=_left_out(settings)), sort_keys=False)
@@ -266,9 +266,25 @@ def write_config(settings: RunSettings | SftSettings) -> Path:
 
 def _left_out(settings: RunSettings | SftSettings) -> dict[str, Any]:
     tree: dict[str, Any] = {"store": {"url": True}}
-    for deadline in settings.derived_deadlines if isinstance(settings, RunSettings) else ():
-        tree.setdefault(deadline.section, {})[deadline.field] = True
+    if isinstance(settings, RunSettings):
+        for deadline in settings.derived_deadlines:
+            tree.setdefault(deadline.section, {})[deadline.field] = True
+        derived = {size.setting for size in settings.derived_sizes}
+        trainers: dict[str, TrainerSection | None] = {"actor": settings.actor, "critic": settings.critic}
+        for name, section in trainers.items():
+            tree.setdefault(name, {}).update(_sizes_left_out(name, section, derived))
+        for name, reference in settings.references.items():
+            tree.setdefault("references", {})[name] = _sizes_left_out(f"references.{name}", reference, derived)
     return tree
+
+
+def _sizes_left_out(name: str, section: TrainerSection | None, derived: Collection[str]) -> dict[str, bool]:
+    fields = () if section is None else ("token_budget", "gradient_checkpointing")
+    return {
+        field: True
+        for field in fields
+        if section is not None and (f"{name}.{field}" in derived or field not in section.model_fields_set)
+    }
 
 
 def plan_workers(

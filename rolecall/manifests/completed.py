@@ -81,6 +81,13 @@ def complete(tree: dict[str, Any], addresses: Mapping[str, str], rollout_port: i
     return done | {"rollout": rollout, "store": store}
 
 
+def with_store_bytes(done: dict[str, Any], settings: RunSettings) -> dict[str, Any]:
+    """Returns `done` with the bytes of the store that were derived: a role, which is given a URL, derives none."""
+    derived = {size.setting: size.value for size in settings.derived_sizes}
+    bytes_of = {"max_bytes": derived["store.max_bytes"]} if "store.max_bytes" in derived else {}
+    return done | {"store": done["store"] | bytes_of}
+
+
 def complete_for_containers(tree: dict[str, Any], addresses: Mapping[str, str], rollout_port: int) -> dict[str, Any]:
     """Returns what `complete` does, with each role's devices as its container counts them, from 0."""
     done = complete(tree, addresses, rollout_port)

@@ -18,6 +18,7 @@ from rolecall.manifests.completed import (
     require_paths_under,
     trainers_of,
     with_certificates,
+    with_store_bytes,
 )
 from rolecall.manifests.environment import agents_port, places_of
 from rolecall.manifests.pods import torchrun
@@ -63,6 +64,7 @@ def compose(tree: dict[str, Any], file: Path) -> dict[str, str]:
         "rollouts": _rollouts(here, replicas_of(tree)),
         "reward": render("compose-reward.yaml", {}) if "reward" in local else "",
     }
+    done = with_store_bytes(done, here)
     return {
         "compose.yaml": render("compose.yaml", values),
         "run.yaml": as_text(done, "Made by `rolecall manifests`: the run's file, and what compose.yaml decides."),

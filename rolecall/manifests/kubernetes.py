@@ -24,6 +24,7 @@ from rolecall.manifests.completed import (
     require_no_servers,
     require_paths_under,
     trainers_of,
+    with_store_bytes,
 )
 from rolecall.manifests.environment import FOLDER as ENVIRONMENT_FOLDER
 from rolecall.manifests.environment import agents_port, are_named, places_of
@@ -72,6 +73,7 @@ def kubernetes(tree: dict[str, Any], file: Path) -> dict[str, str]:
     places = places_of(settings)
     run, roles = settings.run.name, sorted({"rollout", *(pod.role for pod in (*jobs, *scaled))})
     others = [*(place.name for place in places if place.is_beside), *(PEOPLE if mesh else ())]
+    done = with_store_bytes(done, settings)
     files = {
         "run.yaml": as_text(done, "Made by `rolecall manifests`: the run's file, and what the cluster decides."),
         "namespace.yaml": render("namespace.yaml", {"namespace": run}),

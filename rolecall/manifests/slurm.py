@@ -23,6 +23,7 @@ from rolecall.manifests.completed import (
     trainers_of,
     with_certificates,
     with_full_paths,
+    with_store_bytes,
 )
 from rolecall.manifests.environment import agents_port, places_of
 from rolecall.manifests.pods import torchrun
@@ -77,6 +78,7 @@ def slurm(tree: dict[str, Any], file: Path) -> dict[str, str]:
         "hosts": _hosts(first, settings),
         "roles": "".join(started),
     }
+    done = with_store_bytes(done, settings)
     return {
         "run.sbatch": render("run.sbatch", _of_every_run(settings) | values),
         "run.yaml": as_text(done, "Made by `rolecall manifests`: the run's file, in which run.sbatch names the nodes."),

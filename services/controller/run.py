@@ -59,7 +59,8 @@ class ControllerRun:
 
     def __init__(self, settings: RunSettings) -> None:
         """Reads the user's estimator and connects to the store; ConfigError and StoreUnavailableError come from
-        here. The data is read by `run`, for it may take minutes, in which workers join and people look.
+        here. The data is read by `run`, for it may take minutes, in which workers join and people look; with
+        data.preprocess here.
         """
         self._settings = settings
         settle(settings)
@@ -67,6 +68,8 @@ class ControllerRun:
         self._connected = connected = self._wiring.connections
         self._ledger, self._threads, self._board = connected.ledger, connected.threads, connected.board
         self._fleet = connected.fleet
+        # a function of the user's may need the main thread, as for signals, and may hold the interpreter
+        self._data = read_data(self._wiring, lambda what: None) if settings.data.preprocess is not None else None
         self._parts: Parts
         """There once `run` has read the data."""
         self._counting: asyncio.Future[controller_pb2.LedgerCounts] | None = None
@@ -101,7 +104,9 @@ class ControllerRun:
                 # so that people are told where the run stands while its roles are waited for
                 self._board.begin(position.step)
                 self._board.published(position.published_step, position.policy_version)
-                if position.paused and not self._board.steered:
+                if self._board.steered:
+                    await self._remember_pause()  # asked for while the data was read
+                elif position.paused:
                     self._board.pause()  # now: people may have taken away the roles that are waited for
                 recovery = _recovery(self._parts)
                 await self._threads.call(recovery.require_columns, position, latest[1].step if latest else 0)
@@ -128,7 +133,8 @@ class ControllerRun:
 
         self._board.wait_for("the prompts")
         # as long as the files are large; who stops this process does not wait for it
-        data = await asyncio.to_thread(read_data, self._wiring, tell)
+        data = self._data or await asyncio.to_thread(read_data, self._wiring, tell)
+        self._data = None
         self._board.wait_for("the roles")
         return Parts(**vars(self._connected), **vars(data))
 

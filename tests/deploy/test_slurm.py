@@ -53,6 +53,15 @@ def roles_of(script: str) -> dict[str, tuple[int, list[str]]]:
     return {name: (int(node), command) for _, name, node, *command in map(shlex.split, found)}
 
 
+def test_the_store_has_the_bytes_that_its_roles_count_on(tmp_path: Path) -> None:
+    """They find its URL in their environment, and would derive none."""
+    large = {"store": {}, "algorithm": {"groups_per_batch": 4096}, "sampling": {"num_responses": 8, "max_tokens": 4096}}
+    script, run = written(tmp_path, **large)
+    assert run["store"]["max_bytes"] > 2 * 2**30
+    assert f"{-(-run['store']['max_bytes'] // 2**20)}mb" in script
+    assert "max_bytes" not in written(tmp_path, store={})[1]["store"]
+
+
 def test_roles_with_the_same_gpus_are_on_different_nodes_and_others_share_one(tmp_path: Path) -> None:
     script, run = written(
         tmp_path,

@@ -64,14 +64,12 @@ from tests.twins.run import RUN_S, Life, LightRun, TwinRun, balance, check_train
 from tests.waiting import until
 
 MakeSettings = Callable[..., RunSettings]
-SLOW_ROWS = """import pathlib, time
-def row(row, until):
-    for _ in range(6000):
-        if pathlib.Path(until).exists():
-            return row
-        time.sleep(0.01)
+ROWS_OF_THE_MAIN_THREAD = """import signal
+def row(row):
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    return row
 """
-"""The source of a function that lets no row go before there is a file."""
+"""The source of a function that Python refuses in any other thread, as it does the timeouts of math_verify."""
 
 
 async def test_a_run_trains_every_group_once_and_ends_with_a_checkpoint(
@@ -111,14 +109,26 @@ async def test_every_response_of_every_step_is_written_with_its_score_where_all_
 
 
 async def test_workers_join_and_people_look_while_the_prompts_are_read(light_run: LightRun, tmp_path: Path) -> None:
-    go_on = tmp_path / "go_on"
-    (tmp_path / "slow_rows.py").write_text(SLOW_ROWS)
-    own = {"function": f"{tmp_path}/slow_rows:row", "options": {"until": str(go_on)}}
+    many = tmp_path / "many.jsonl"  # seconds
+    async with light_run(data={"train": str(many), "max_prompt_tokens": 48}) as run:
+        many.write_text((tmp_path / "train.jsonl").read_text() * 10_000)
+        async with run.controller() as life:
+            shown = await life.status()
+            assert (shown.state, shown.step) == (pb.RUN_STATE_STARTING, 0)
+            assert shown.waiting_for.startswith("the prompts")
+            await life.stub.PauseRun(pb.PauseRunRequest())
+            async with run.rollout("rollout-0"):
+                await life.rests()
+                assert run.ledger.position().paused, "a controller after this one would be told"
+                await life.stub.ResumeRun(pb.ResumeRunRequest())
+                await life.ends()
+
+
+async def test_a_function_that_makes_prompts_runs_in_the_main_thread(light_run: LightRun, tmp_path: Path) -> None:
+    (tmp_path / "main_rows.py").write_text(ROWS_OF_THE_MAIN_THREAD)
+    own = {"function": f"{tmp_path}/main_rows:row"}
     prompts = {"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 48, "preprocess": own}
     async with light_run(data=prompts) as run, run.controller() as life, run.rollout("rollout-0"):
-        shown = await life.shows(lambda status: any(worker.phase for worker in status.workers))
-        assert (shown.state, shown.step) == (pb.RUN_STATE_STARTING, 0)
-        go_on.touch()
         await life.ends()
 
 

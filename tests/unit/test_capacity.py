@@ -361,7 +361,9 @@ def test_state_is_sixteen_bytes_a_parameter_and_whole_ones_are_told_apart(told_o
     assert f"actor's gathered parameters, up to {32.762e9 * 2 / 2**30:.1f} GiB per rank" in said
 
 
-def test_a_pass_that_outgrows_a_gpu_is_noted_before_anything_is_booked(told_of_32b: Callable[..., str]) -> None:
+def test_a_pass_that_outgrows_a_gpu_is_noted_before_anything_is_booked(
+    told_of_32b: Callable[..., str], tmp_path: Path
+) -> None:
     said = told_of_32b()
     assert "a pass of 33792 tokens (estimate): 34.5 GiB of activations a rank, with gradient_checkpointing, and" in said
     assert "NOTE actor: at the height of a pass a rank takes about 100.1 GiB, and a GPU has 80.0 GiB; raise" in said
@@ -370,14 +372,17 @@ def test_a_pass_that_outgrows_a_gpu_is_noted_before_anything_is_booked(told_of_3
     shared = told_of_32b(actor={"parallel": {"sequence": 8}})
     assert "4.3 GiB of activations a rank" in shared
     assert "NOTE actor" not in shared
-    offloaded = told_of_32b(actor={"activation_offload": True, "optimizer": {"offload": True}})
+    waiting = {"activation_offload": True, "gradient_checkpointing": True, "optimizer": {"offload": True}}
+    offloaded = told_of_32b(actor=waiting)
     assert "13.9 GiB of activations a rank" in offloaded
     assert "NOTE actor" not in offloaded
     elsewhere = told_of_32b(actor={"address": "elsewhere:1"})
     assert "34.5 GiB of activations a rank" in elsewhere
     assert "and a GPU, if its machine has those of this one, has 80.0 GiB" in elsewhere
-    alone = told_of_32b(actor={"devices": [0], "num_ranks": 1})
-    assert "layers and embeddings while they are whole" not in alone, "one rank gathers nothing"
+    one = {"devices": [0], "num_ranks": 1}
+    assert "layers and embeddings while they are whole" in told_of_32b(actor=one), "one rank casts them"
+    alone = told_of_32b(actor=one, model={"path": str(tmp_path / "model"), "dtype": "float32"})
+    assert "layers and embeddings while they are whole" not in alone, "and gathers nothing"
 
 
 def test_over_megatron_ranks_that_share_matrices_share_tokens_too(told_of_32b: Callable[..., str]) -> None:
@@ -405,6 +410,14 @@ def test_how_many_responses_a_gpu_s_cache_holds_is_told_and_none_is_refused(told
     ):
         told_of_32b(rollout=one, facts=replace(FACTS_32B, num_parameters=40_000_000_000))
     assert "keys and values" not in told_of_32b(rollout={"engine": {"kv_cache_dtype": "fp8"}})
+
+
+def test_a_gpu_that_a_role_does_not_have_says_nothing_of_it(told_of_32b: Callable[..., str], tmp_path: Path) -> None:
+    alike = told_of_32b()
+    (tmp_path / "nvidia-smi").write_text(
+        "#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7 8 9 10 11; do echo $i, 81920; done\necho 12, 4096\n"
+    )
+    assert told_of_32b() == alike
 
 
 def test_a_publish_that_vllm_leaves_no_room_for_is_noted_with_the_share_that_does(
@@ -437,7 +450,7 @@ def test_checkpoints_that_outgrow_disk_or_memory_are_noted(
     shared = {"devices": [list(range(4)), list(range(4, 8))], "num_replicas": 2}
     said = told_of_32b(rollout=shared)
     assert "beside 366.1 GiB of state that waits for its shift" in said
-    assert "NOTE the trainers put up to 732.3 GiB into the 512.0 GiB of this machine's memory" in said
+    assert "NOTE the trainers put up to 732.3 GiB into this machine's memory, and the store up to" in said
     offloaded = {"devices": list(range(8)), "num_ranks": 8, "optimizer": {"offload": True}}
     assert "beside 244.1 GiB of moments (optimizer.offload)" in told_of_32b(actor=offloaded)
     monkeypatch.setattr("rolecall.commands.check.footprint.host_memory_bytes", lambda: 256 * 2**30)

@@ -10,6 +10,7 @@ import pytest
 from rolecall.columns import ROW_BYTES, TEXT_BYTES
 from rolecall.commands.check import check
 from rolecall.errors import ConfigError
+from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings, load_settings
 from rolecall.settings.services import STORE_SHARE
 from rolecall.store.budget import PromptBytes, StoreBudget
@@ -66,7 +67,7 @@ def test_long_responses_fit_microbatches_memory_and_the_store_without_a_word(
     assert settings.actor.gradient_checkpointing
     budget = StoreBudget.of(settings, PromptBytes(2**16))
     assert budget.num_batches * budget.batch_bytes <= budget.max_bytes, "or the run is refused"
-    assert settings.store.max_bytes == 16 * 2**30, "with room for batches that no checkpoint covers yet"
+    assert settings.store.max_bytes == 8 * 2**30, "with room for batches that no checkpoint covers yet"
     assert of(settings).keys() == {
         "actor.token_budget",
         "critic.token_budget",
@@ -76,8 +77,16 @@ def test_long_responses_fit_microbatches_memory_and_the_store_without_a_word(
     }
 
 
-def test_a_store_on_another_machine_is_asked_for_what_it_must_hold(make_settings: MakeSettings) -> None:
+def test_a_store_of_somebody_s_has_the_memory_that_it_has(make_settings: MakeSettings) -> None:
     settings = make_settings(store={"url": "redis://elsewhere:6379"}, **LARGE)
+    assert settings.store.max_bytes == 2 * 2**30
+    with pytest.raises(ConfigError, match=r"store\.max_bytes \d+ cannot hold 3 batches"):
+        StoreBudget.of(settings, PromptBytes(2**16))
+
+
+def test_the_store_of_a_run_on_cpus_holds_what_it_must(make_settings: MakeSettings) -> None:
+    on_cpus = {"actor": {"num_ranks": 8}, "rollout": {"tensor_parallel_size": 4}}
+    settings = make_settings(**LARGE | on_cpus)
     batch = 64 * 16 * (33792 * (TEXT_BYTES + 22) + ROW_BYTES)
     assert 3 * batch / STORE_SHARE < settings.store.max_bytes < 1.02 * 3 * batch / STORE_SHARE
 
@@ -85,7 +94,7 @@ def test_a_store_on_another_machine_is_asked_for_what_it_must_hold(make_settings
 def test_a_batch_that_needs_more_than_room_gets_it(make_settings: MakeSettings) -> None:
     large = LARGE["algorithm"] | {"groups_per_batch": 512}
     settings = make_settings(**LARGE | {"algorithm": large})
-    assert settings.store.max_bytes > 16 * 2**30
+    assert settings.store.max_bytes > 8 * 2**30
     StoreBudget.of(settings, PromptBytes(2**16))
     with pytest.raises(ConfigError, match=r"store\.max_bytes \d+ cannot hold 3 batches"):
         StoreBudget.of(settings, PromptBytes(2**24))
@@ -98,6 +107,7 @@ def test_a_batch_that_needs_more_than_room_gets_it(make_settings: MakeSettings) 
         ({"devices": []}, False),
         ({"parallel": {"sequence": 8}, "token_budget": 33792}, True),
         ({"token_budget": 1024}, False),
+        ({"activation_offload": True}, False),
     ],
 )
 def test_activations_are_computed_again_where_a_gpu_would_not_hold_them(
@@ -125,6 +135,15 @@ def test_what_the_file_gives_stands_and_is_not_called_derived(make_settings: Mak
 def test_a_resolved_file_means_what_the_original_meant(make_settings: MakeSettings, model_32b: str) -> None:
     settings = make_settings(model={"path": model_32b}, **LARGE)
     assert RunSettings.model_validate(settings.model_dump(mode="json")).model_dump() == settings.model_dump()
+
+
+def test_what_a_run_s_folder_keeps_is_derived_again_of_what_is_overridden(tmp_path: Path) -> None:
+    for max_tokens in (16, 30000):
+        settings = load_settings(write_light_config(tmp_path), [f"sampling.max_tokens={max_tokens}"])
+        settings.run.dir.mkdir(exist_ok=True)
+        resumed = load_settings(write_config(settings), ["sampling.max_tokens=40000"])
+        assert resumed.actor.token_budget == resumed.conversation_tokens > 40000
+        assert resumed.store.max_bytes == settings.store.max_bytes
 
 
 def test_check_prints_each_with_its_reason(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ def check_capacity(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             )
     if settings.takes_shifts and settings.actor.devices:
         plan_shifts(settings, facts, gpus).require_room()
-    if settings.store.url is None and settings.store.max_bytes > host:
+    is_derived = any(size.setting == "store.max_bytes" for size in settings.derived_sizes)
+    if settings.store.url is None and settings.store.max_bytes > host and not is_derived:
         raise ConfigError(
             f"store.max_bytes {in_bytes(settings.store.max_bytes)} exceeds the {in_bytes(host)} of this machine; "
             "lower it, or set store.url"

@@ -26,6 +26,8 @@ OPTIMIZER_BYTES_PER_PARAMETER = 16
 """float32 master weight, gradient and two moments."""
 MOMENT_BYTES_PER_PARAMETER = 8
 """Two float32 moments; muon has one of a matrix."""
+LEAST_MOMENT_BYTES = {"adamw": 8, "muon": 4}
+"""Bytes of a parameter's moments, at least, by the kind of the optimizer."""
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """float32 master weight and two moments."""
 CHANNELS_OF_FRAMES = 6
@@ -263,21 +265,24 @@ def _host(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     ]
     if settings.critic is not None and (own := settings.critic_optimizer):
         trainers.append((settings.critic, own, critic_parameters(settings, facts)))
-    here = [(optimizer, counts) for section, optimizer, counts in trainers if section.devices and not section.address]
+    here = [each for each in trainers if each[0].devices and each[0].address is None]
     if not here or settings.run.num_steps == 0:
         return
-    copied = float(sum(counts.trained for _, counts in here) * CHECKPOINT_BYTES_PER_PARAMETER)
+    copied, waiting = 0.0, 0.0
+    for section, optimizer, counts in here:
+        moments = LEAST_MOMENT_BYTES[optimizer.kind]
+        copied += counts.trained * (4 + moments)
+        if settings.takes_shifts:
+            waiting += section.parallel.replicate * (counts.trained * (4 + moments) + counts.frozen * size)
+        elif optimizer.offload:
+            waiting += section.parallel.replicate * counts.trained * moments
     if settings.takes_shifts:
-        waiting = copied + sum(counts.frozen for _, counts in here) * size
         for name in settings.references_in_shifts:
             waiting += reference_held(settings, name, facts) * settings.references[name].num_ranks * size
         beside = f", beside {in_bytes(waiting)} of state that waits for its shift"
     else:
-        waiting = sum(_away(optimizer, counts.trained) for optimizer, counts in here)
         beside = f", beside {in_bytes(waiting)} of moments (optimizer.offload)" if waiting else ""
-    line = f"host memory (estimate): {in_bytes(copied)} while a checkpoint is copied and written{beside}"
-    copied += waiting
-    yield line
+    yield f"host memory (estimate): {in_bytes(copied)} while a checkpoint is copied and written{beside}"
     host = host_memory_bytes()
     remedy = "give it more, spread them over more machines, or train adapters (actor.lora)"
     if waiting > host:
@@ -285,10 +290,11 @@ def _host(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             f"the trainers keep at least {in_bytes(waiting)} in this machine's memory, which has {in_bytes(host)}; "
             f"{remedy}"
         )
-    if copied > host:
+    stored = settings.store.max_bytes if settings.store.url is None else 0
+    if copied + waiting + stored > host:
         yield (
-            f"{NOTE} the trainers put up to {in_bytes(copied)} into the {in_bytes(host)} of this machine's memory; "
-            f"{remedy}"
+            f"{NOTE} the trainers put up to {in_bytes(copied + waiting)} into this machine's memory, and the store up "
+            f"to {in_bytes(stored)}, which has {in_bytes(host)}; {remedy}"
         )
 
 

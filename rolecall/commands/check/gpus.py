@@ -4,7 +4,7 @@ of a microbatch, a rollout's keys and values, and what a publish takes beside th
 Estimates, so that they are notes where GPUs have less; refused is only what no engine could do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from rolecall.commands.check.capacity import in_bytes
@@ -39,7 +39,8 @@ def passes(
         kept = found.ends + found.layer * (1 if actor.gradient_checkpointing else 2)
     passed = kept * section.token_budget / layout.sequence / (layout.tensor if shares_tokens else 1)
     gathered = 0.0
-    if actor.backend == "fsdp" and section.num_ranks > 1:
+    lora = actor.lora if settings.critic is None or role == "actor" else settings.critic.lora
+    if actor.backend == "fsdp" and (section.num_ranks > 1 or (size == 2 and lora is None)):  # else nothing is cast
         ends = vocab_size(path) * found.layer_input * (2 if text_config(path).get("tie_word_embeddings") else 3)
         gathered = (facts.largest_layer * (3 * size + SUM_BYTES) + ends) / layout.tensor
     how = "with" if actor.gradient_checkpointing else "without"
@@ -56,11 +57,12 @@ def passes(
         plan = plan_shifts(settings, facts, gpus)
         beside = plan.training - plan.trained
     total = state + passed + gathered + beside
-    if total > min(gpus.values()):
+    gpu = _smallest(gpus, section.devices)
+    if total > gpu:
         whose = "a GPU" if section.address is None else "a GPU, if its machine has those of this one,"
         yield (
             f"{NOTE} {role}: at the height of a pass a rank takes about {in_bytes(total)}, and {whose} has "
-            f"{in_bytes(min(gpus.values()))}; raise num_ranks or parallel.sequence, set actor.activation_offload or "
+            f"{in_bytes(gpu)}; raise num_ranks or parallel.sequence, set actor.activation_offload or "
             "optimizer.offload, or shorten responses"
         )
 
@@ -76,9 +78,10 @@ def cache(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     gpus = gpu_memory_bytes() if rollout.num_replicas else {}
     room = float(rollout.kv_cache_bytes or 0)
     if gpus and not room:
+        used = [device for replica in rollout.devices for device in replica]
         share = plan_shifts(settings, facts, gpus).share if settings.takes_shifts else None
         weights = facts.num_parameters * (4 if settings.model.dtype == "float32" else 2) / rollout.workers_per_replica
-        most = (share or rollout.gpu_memory_utilization) * min(gpus.values()) - weights
+        most = (share or rollout.gpu_memory_utilization) * _smallest(gpus, used) - weights
         _require_a_response(settings, most / per_token)
         room = most - ENGINE_BYTES
     if room <= 0:
@@ -116,13 +119,18 @@ def publish(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     gpus = gpu_memory_bytes() if rollout.num_replicas else {}
     if not gpus or rollout.kv_cache_bytes is not None:
         return
-    gpu = min(gpus.values())
+    gpu = _smallest(gpus, [device for replica in rollout.devices for device in replica])
     if needed > (1 - rollout.gpu_memory_utilization) * gpu:
         yield (
             f"{NOTE} rollout.gpu_memory_utilization {rollout.gpu_memory_utilization:g} leaves "
             f"{in_bytes((1 - rollout.gpu_memory_utilization) * gpu)} of a GPU, and a publish takes {in_bytes(needed)}: "
             f"set it to {int((1 - needed / gpu) * 100) / 100:g} or less"
         )
+
+
+def _smallest(gpus: Mapping[int, int], used: Iterable[int]) -> int:
+    """Bytes of the smallest of the GPUs that are `used`; of one that nvidia-smi does not name, the largest's."""
+    return min(gpus.get(device, max(gpus.values())) for device in used)
 
 
 def _require_a_response(settings: RunSettings, num_tokens: float) -> None:

@@ -3,7 +3,7 @@
     sections, derived = derive_sizes(settings)     # a RunSettings in the making; `rolecall check` prints them
 
 A section's default is right for small models and short responses, and is the least. Every role derives the same from
-the same file, so nothing is asked of the machine.
+the same file and the model's config.json, so nothing is asked of the machine.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 KEPT_BYTES = 32 * 2**30
 """Activations of a microbatch that a GPU is taken to have room for: two fifths of one of 80 GB."""
-ROOMY_STORE_BYTES = 16 * 2**30
+ROOMY_STORE_BYTES = 8 * 2**30
 """Most that the store of a run on GPUs takes beyond what it must."""
 PROMPT_BYTES = 2**17
 """Bytes that a prompt takes of a group besides its tokens; of larger ones `rolecall check` says what to set."""
@@ -53,7 +53,8 @@ def derive_sizes(settings: "RunSettings") -> tuple[dict[str, Any], tuple[Derived
         return with_size(section, name, "token_budget", max(section.token_budget, least), why)
 
     longest = settings.conversation_tokens
-    actor = with_budget(settings.actor, "actor", longest)
+    rows = settings.max_row_tokens if settings.algorithm.sees_trajectories else 0
+    actor = with_budget(settings.actor, "actor", max(longest, rows))
     sections: dict[str, Any] = {}
     if settings.critic is not None:
         sections["critic"] = with_budget(settings.critic, "critic", longest)
@@ -63,7 +64,7 @@ def derive_sizes(settings: "RunSettings") -> tuple[dict[str, Any], tuple[Derived
     trained = [(actor, settings.model.path)]
     if settings.critic is not None:
         trained.append((sections["critic"], settings.critic.path or settings.model.path))
-    kept = _kept_bytes(settings, trained)
+    kept = 0.0 if actor.activation_offload else _kept_bytes(settings, trained)
     why = f"without it a microbatch keeps about {kept / 2**30:,.0f} GiB of activations on a rank"
     sections["actor"] = with_size(actor, "actor", "gradient_checkpointing", kept > KEPT_BYTES, why)
     sections["store"] = with_size(settings.store, "store", "max_bytes", *_store_bytes(settings))
@@ -87,6 +88,8 @@ def _kept_bytes(settings: "RunSettings", trained: list[tuple[TrainerSection, Pat
 def _store_bytes(settings: "RunSettings") -> tuple[int, str]:
     """Bytes for the batches that must exist at the same time, and on GPUs for those until a checkpoint, with why."""
     algorithm, given = settings.algorithm, settings.store.max_bytes
+    if settings.store.url is not None:
+        return given, ""  # of a server that is somebody's, whose memory is what it is
     distillation = algorithm.distillation
     top_k = (distillation.top_k or 0) if distillation is not None else 0
     # routing and images may take many times what all else does: that memory is for whoever wants them to grant
@@ -94,9 +97,9 @@ def _store_bytes(settings: "RunSettings") -> tuple[int, str]:
     row = row_bytes(settings.max_row_tokens, settings.columns, widths)
     batch = algorithm.groups_per_batch * (settings.responses_per_group * row + PROMPT_BYTES) / STORE_SHARE
     num_batches = algorithm.max_staleness + 2
-    least, roomy = num_batches * batch, settings.run.checkpoint_every_steps * batch
-    is_roomy = bool(settings.actor.devices) and settings.store.url is None
-    value = max(least, min(roomy, ROOMY_STORE_BYTES)) if is_roomy else least
-    room = f", and room for {settings.run.checkpoint_every_steps} until a checkpoint" if is_roomy else ""
-    why = f"{num_batches} batches at their longest{room}; at least {given} bytes"
-    return max(given, int(value)), why
+    # trained rows may take half of it before a checkpoint is made out of turn
+    least, roomy = num_batches * batch, 2 * settings.run.checkpoint_every_steps * batch
+    if not settings.actor.devices:
+        return max(given, int(least)), f"{num_batches} batches at their longest; at least {given} bytes"
+    why = f"{num_batches} batches at their longest, and up to {ROOMY_STORE_BYTES} bytes for those until a checkpoint"
+    return max(given, int(least), min(int(roomy), ROOMY_STORE_BYTES)), why

@@ -298,7 +298,7 @@ def _empty(path: Path, config: PretrainedConfig, kind: type, dtype: torch.dtype)
             f"{path}: a {config.model_type} model ({', '.join(config.architectures or [])}) cannot be trained packed "
             f"({error}); use a causal language model"
         ) from error
-    for buffer in state_buffers(hf).values():
+    for buffer in filter(torch.is_floating_point, state_buffers(hf).values()):
         buffer.data = buffer.data.float()  # in half precision they would choose other experts
     return hf
 
