@@ -222,7 +222,7 @@ async def test_the_service_says_which_function_hangs_while_no_call_is_answered(
         address = await start("-m", "services.reward", str(path)).address()
         async with client_of(address, timeout_s=100.0) as client:
             scoring = asyncio.create_task(client.score(items_of("a")))
-            said = "no scores from slow, which takes longer than its timeout_s 0.5 s"
+            said = "no scores from slow (slow:score took longer than reward.components.slow.timeout_s = 0.5 s)"
             await until(lambda: controller.beats and controller.beats[-1].phase == said)
             assert not scoring.done()
             scoring.cancel()

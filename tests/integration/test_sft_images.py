@@ -388,7 +388,7 @@ def test_one_that_fails_leaves_no_images_behind(
     held = [{"prompt": "<image>", "images": [{"bytes": WIDE[:400], "path": None}], "response": "R"}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(held), tmp_path / "heldout.parquet")
     config = write_job(tmp_path / "job", seeing, data, evaluation={"path": str(tmp_path / "heldout.parquet")})
-    assert main(["sft", str(config)]) == 1
+    assert main(["sft", str(config)]) == 2
     assert "evaluation.path: no example has images that can be shown" in capsys.readouterr().err
     assert not list((tmp_path / "job" / "run").glob("*.images"))
 
