@@ -137,6 +137,13 @@ def test_a_resolved_file_means_what_the_original_meant(make_settings: MakeSettin
     assert RunSettings.model_validate(settings.model_dump(mode="json")).model_dump() == settings.model_dump()
 
 
+def test_a_loss_that_sees_trajectories_has_whole_episodes_in_a_microbatch(make_settings: MakeSettings) -> None:
+    game = {"environments": {"game": {"address": "127.0.0.1:1", "max_row_tokens": 20_000}}}
+    for aggregation, budget in (("token_mean", 16384), ("seq_mean_token_mean", 20_000)):
+        algorithm = {"groups_per_batch": 1, "aggregation": aggregation}
+        assert make_settings(algorithm=algorithm, **game).actor.token_budget == budget
+
+
 def test_what_a_run_s_folder_keeps_is_derived_again_of_what_is_overridden(tmp_path: Path) -> None:
     for max_tokens in (16, 30000):
         settings = load_settings(write_light_config(tmp_path), [f"sampling.max_tokens={max_tokens}"])

@@ -56,6 +56,7 @@ def settings(folder: Path, scorer: dict[str, Any], **sections: Any) -> RunSettin
             {
                 "environments": {"game": {**ADDRESS, "max_row_tokens": 20_000}},
                 "algorithm": {"groups_per_batch": 1, "aggregation": "seq_mean_token_mean"},
+                "actor": {"token_budget": 16384},
             },
             "exceeds actor.token_budget 16384, and the loss needs a whole trajectory",
         ),

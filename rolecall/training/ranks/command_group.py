@@ -116,7 +116,8 @@ class CommandGroup:
         while True:
             self._tell_phase(TrainerCommand(keep_alive=KeepAliveCommand()))
             try:
-                command = TrainerCommand.FromString(self._broadcast_bytes(b"", 0))
+                with self.watched():
+                    command = TrainerCommand.FromString(self._broadcast_bytes(b"", 0))
             except RuntimeError as error:
                 raise WorkerLostError(
                     f"rank 0 sent nothing for {COMMAND_TIMEOUT_S:.0f} s or is gone ({error}); this rank ends"
