@@ -88,6 +88,7 @@ def test_the_run_goes_on_after_down_and_up(running: Project) -> None:
 
 
 def test_a_person_on_this_machine_watches_pauses_and_stops_the_run(running: Project) -> None:
+    running.wait("a run at work", lambda: (running.status() or {}).get("state") == "running", ROLLOUT_S)
     watch = running.watch()
     assert "paused" in running.rolecall("pause").stdout
     assert running.rolecall("resume").returncode == 0
