@@ -270,20 +270,19 @@ def _left_out(settings: RunSettings | SftSettings) -> dict[str, Any]:
         for deadline in settings.derived_deadlines:
             tree.setdefault(deadline.section, {})[deadline.field] = True
         derived = {size.setting for size in settings.derived_sizes}
-        trainers: dict[str, TrainerSection | None] = {"actor": settings.actor, "critic": settings.critic}
-        for name, section in trainers.items():
-            tree.setdefault(name, {}).update(_sizes_left_out(name, section, derived))
+        tree.setdefault("actor", {}).update(_sizes_left_out("actor", settings.actor, derived))
+        if settings.critic is not None:
+            tree.setdefault("critic", {}).update(_sizes_left_out("critic", settings.critic, derived))
         for name, reference in settings.references.items():
             tree.setdefault("references", {})[name] = _sizes_left_out(f"references.{name}", reference, derived)
     return tree
 
 
-def _sizes_left_out(name: str, section: TrainerSection | None, derived: Collection[str]) -> dict[str, bool]:
-    fields = () if section is None else ("token_budget", "gradient_checkpointing")
+def _sizes_left_out(name: str, section: TrainerSection, derived: Collection[str]) -> dict[str, bool]:
     return {
         field: True
-        for field in fields
-        if section is not None and (f"{name}.{field}" in derived or field not in section.model_fields_set)
+        for field in ("token_budget", "gradient_checkpointing")
+        if f"{name}.{field}" in derived or field not in section.model_fields_set
     }
 
 

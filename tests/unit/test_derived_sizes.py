@@ -9,6 +9,7 @@ import pytest
 
 from rolecall.columns import ROW_BYTES, TEXT_BYTES
 from rolecall.commands.check import check
+from rolecall.commands.check.footprint import store
 from rolecall.errors import ConfigError
 from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings, load_settings
@@ -89,6 +90,15 @@ def test_the_store_of_a_run_on_cpus_holds_what_it_must(make_settings: MakeSettin
     settings = make_settings(**LARGE | on_cpus)
     batch = 64 * 16 * (33792 * (TEXT_BYTES + 22) + ROW_BYTES)
     assert 3 * batch / STORE_SHARE < settings.store.max_bytes < 1.02 * 3 * batch / STORE_SHARE
+
+
+def test_batches_that_a_machine_cannot_hold_are_refused(
+    make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolecall.commands.check.footprint.host_memory_bytes", lambda: 2**31)
+    list(store(make_settings(), []))
+    with pytest.raises(ConfigError, match=r"store: the 3 batches .* and this machine has 2\.0 GiB of memory"):
+        list(store(make_settings(**LARGE), []))
 
 
 def test_a_batch_that_needs_more_than_room_gets_it(make_settings: MakeSettings) -> None:

@@ -26,6 +26,10 @@ PROCESS_BYTES = 2**28
 _CGROUP_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 
 
+LEAST_MOMENT_BYTES = {"adamw": 8, "muon": 4}
+"""Bytes of a parameter's moments, at least, by the kind of the optimizer."""
+
+
 @dataclass(frozen=True)
 class Need:
     """The least memory that one process needs where it computes."""
@@ -192,7 +196,7 @@ def _trained_bytes(
         fullest = rank_parameters(path or settings.model.path, section, settings.actor.megatron, setting)
         return fullest.trained_bytes(size)
     num_moments = counts.at_a_time if optimizer.offload else counts.trained
-    moments = num_moments * (8 if optimizer.kind == "adamw" else 4)
+    moments = num_moments * LEAST_MOMENT_BYTES[optimizer.kind]
     trained = counts.trained * 4 if trains_nothing(settings) else counts.trained * 8 + moments
     return (counts.frozen * size + trained) / section.num_shards
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rolecall.checkpoint.storage import DiskStorage, open_storage
 from rolecall.commands.check import gpus
-from rolecall.commands.check.capacity import host_memory_bytes, in_bytes
+from rolecall.commands.check.capacity import LEAST_MOMENT_BYTES, host_memory_bytes, in_bytes
 from rolecall.commands.check.preflight import NOTE
 from rolecall.data.adapters import expert_parameters
 from rolecall.data.dataset import RawPrompt
@@ -26,8 +26,6 @@ OPTIMIZER_BYTES_PER_PARAMETER = 16
 """float32 master weight, gradient and two moments."""
 MOMENT_BYTES_PER_PARAMETER = 8
 """Two float32 moments; muon has one of a matrix."""
-LEAST_MOMENT_BYTES = {"adamw": 8, "muon": 4}
-"""Bytes of a parameter's moments, at least, by the kind of the optimizer."""
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """float32 master weight and two moments."""
 CHANNELS_OF_FRAMES = 6
@@ -305,6 +303,13 @@ def store(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:
     largest = PromptBytes.largest(prompts, settings.algorithm.groups_per_batch)
     budget = StoreBudget.of(settings, largest)
     where = "external" if settings.store.url else "embedded"
+    needed, host = budget.num_batches * budget.batch_bytes, host_memory_bytes()
+    if settings.store.url is None and needed > host:
+        raise ConfigError(
+            f"store: the {budget.num_batches} batches that must exist at the same time take {in_bytes(needed)}, and "
+            f"this machine has {in_bytes(host)} of memory; lower algorithm.groups_per_batch, max_staleness or "
+            "sampling.max_tokens, or set store.url"
+        )
     early = budget.max_bytes // 2 // budget.batch_bytes + 1
     batches = (
         f"{budget.num_batches} batches {in_bytes(budget.num_batches * budget.batch_bytes)} of "
