@@ -26,7 +26,7 @@ from rolecall.v1 import training_pb2 as rolecall_dot_v1_dot_training__pb2
 from rolecall.v1 import trajectory_pb2 as rolecall_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolecall/v1/command.proto\x12\x0brolecall.v1\x1a\x1arolecall/v1/training.proto\x1a\x1crolecall/v1/trajectory.proto\"\xed\x03\n\x0eTrainerCommand\x12\x33\n\nkeep_alive\x18\x01 \x01(\x0b\x32\x1d.rolecall.v1.KeepAliveCommandH\x00\x12*\n\x05train\x18\x02 \x01(\x0b\x32\x19.rolecall.v1.TrainCommandH\x00\x12\x34\n\x07\x63ompute\x18\x03 \x01(\x0b\x32!.rolecall.v1.ComputeColumnCommandH\x00\x12.\n\x07publish\x18\x04 \x01(\x0b\x32\x1b.rolecall.v1.PublishCommandH\x00\x12(\n\x04save\x18\x05 \x01(\x0b\x32\x18.rolecall.v1.SaveCommandH\x00\x12(\n\x04load\x18\x06 \x01(\x0b\x32\x18.rolecall.v1.LoadCommandH\x00\x12.\n\x07offload\x18\x07 \x01(\x0b\x32\x1b.rolecall.v1.OffloadCommandH\x00\x12,\n\x06onload\x18\x08 \x01(\x0b\x32\x1a.rolecall.v1.OnloadCommandH\x00\x12(\n\x04stop\x18\t \x01(\x0b\x32\x18.rolecall.v1.StopCommandH\x00\x12\x30\n\x05score\x18\n \x01(\x0b\x32\x1f.rolecall.v1.ScoreTokensCommandH\x00\x42\x06\n\x04work\"\x12\n\x10KeepAliveCommand\"G\n\x0cTrainCommand\x12&\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x17.rolecall.v1.TrainBatch\x12\x0f\n\x07profile\x18\x02 \x01(\x08\"I\n\x14\x43omputeColumnCommand\x12!\n\x04rows\x18\x01 \x03(\x0b\x32\x13.rolecall.v1.RowRef\x12\x0e\n\x06prefix\x18\x02 \x01(\t\"A\n\x0ePublishCommand\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x17\n\x0fprobe_token_ids\x18\x02 \x01(\x0c\"\x1b\n\x0bSaveCommand\x12\x0c\n\x04path\x18\x01 \x01(\t\"G\n\x0bLoadCommand\x12\x0c\n\x04path\x18\x01 \x01(\t\x12*\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x1b.rolecall.v1.CheckpointFile\"7\n\x0eOffloadCommand\x12%\n\x05parts\x18\x01 \x03(\x0e\x32\x16.rolecall.v1.StatePart\"6\n\rOnloadCommand\x12%\n\x05parts\x18\x01 \x03(\x0e\x32\x16.rolecall.v1.StatePart\"\x1b\n\x0bStopCommand\x12\x0c\n\x04over\x18\x01 \x01(\x08\"C\n\x12ScoreTokensCommand\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.rolecall.v1.TokenSequence\"2\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06places\x18\x02 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolecall/v1/command.proto\x12\x0brolecall.v1\x1a\x1arolecall/v1/training.proto\x1a\x1crolecall/v1/trajectory.proto\"\x9e\x04\n\x0eTrainerCommand\x12\x33\n\nkeep_alive\x18\x01 \x01(\x0b\x32\x1d.rolecall.v1.KeepAliveCommandH\x00\x12*\n\x05train\x18\x02 \x01(\x0b\x32\x19.rolecall.v1.TrainCommandH\x00\x12\x34\n\x07\x63ompute\x18\x03 \x01(\x0b\x32!.rolecall.v1.ComputeColumnCommandH\x00\x12.\n\x07publish\x18\x04 \x01(\x0b\x32\x1b.rolecall.v1.PublishCommandH\x00\x12(\n\x04save\x18\x05 \x01(\x0b\x32\x18.rolecall.v1.SaveCommandH\x00\x12(\n\x04load\x18\x06 \x01(\x0b\x32\x18.rolecall.v1.LoadCommandH\x00\x12.\n\x07offload\x18\x07 \x01(\x0b\x32\x1b.rolecall.v1.OffloadCommandH\x00\x12,\n\x06onload\x18\x08 \x01(\x0b\x32\x1a.rolecall.v1.OnloadCommandH\x00\x12(\n\x04stop\x18\t \x01(\x0b\x32\x18.rolecall.v1.StopCommandH\x00\x12\x30\n\x05score\x18\n \x01(\x0b\x32\x1f.rolecall.v1.ScoreTokensCommandH\x00\x12/\n\x08stand_by\x18\x0b \x01(\x0b\x32\x1b.rolecall.v1.StandByCommandH\x00\x42\x06\n\x04work\"\x12\n\x10KeepAliveCommand\"G\n\x0cTrainCommand\x12&\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x17.rolecall.v1.TrainBatch\x12\x0f\n\x07profile\x18\x02 \x01(\x08\"I\n\x14\x43omputeColumnCommand\x12!\n\x04rows\x18\x01 \x03(\x0b\x32\x13.rolecall.v1.RowRef\x12\x0e\n\x06prefix\x18\x02 \x01(\t\"W\n\x0eStandByCommand\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"j\n\x0ePublishCommand\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x17\n\x0fprobe_token_ids\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x18\n\x10\x62ucket_timeout_s\x18\x04 \x01(\x01\"\x1b\n\x0bSaveCommand\x12\x0c\n\x04path\x18\x01 \x01(\t\"G\n\x0bLoadCommand\x12\x0c\n\x04path\x18\x01 \x01(\t\x12*\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x1b.rolecall.v1.CheckpointFile\"7\n\x0eOffloadCommand\x12%\n\x05parts\x18\x01 \x03(\x0e\x32\x16.rolecall.v1.StatePart\"6\n\rOnloadCommand\x12%\n\x05parts\x18\x01 \x03(\x0e\x32\x16.rolecall.v1.StatePart\"\x1b\n\x0bStopCommand\x12\x0c\n\x04over\x18\x01 \x01(\x08\"C\n\x12ScoreTokensCommand\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.rolecall.v1.TokenSequence\"2\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x0e\n\x06places\x18\x02 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,27 +34,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rolecall.v1.command_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TRAINERCOMMAND']._serialized_start=101
-  _globals['_TRAINERCOMMAND']._serialized_end=594
-  _globals['_KEEPALIVECOMMAND']._serialized_start=596
-  _globals['_KEEPALIVECOMMAND']._serialized_end=614
-  _globals['_TRAINCOMMAND']._serialized_start=616
-  _globals['_TRAINCOMMAND']._serialized_end=687
-  _globals['_COMPUTECOLUMNCOMMAND']._serialized_start=689
-  _globals['_COMPUTECOLUMNCOMMAND']._serialized_end=762
-  _globals['_PUBLISHCOMMAND']._serialized_start=764
-  _globals['_PUBLISHCOMMAND']._serialized_end=829
-  _globals['_SAVECOMMAND']._serialized_start=831
-  _globals['_SAVECOMMAND']._serialized_end=858
-  _globals['_LOADCOMMAND']._serialized_start=860
-  _globals['_LOADCOMMAND']._serialized_end=931
-  _globals['_OFFLOADCOMMAND']._serialized_start=933
-  _globals['_OFFLOADCOMMAND']._serialized_end=988
-  _globals['_ONLOADCOMMAND']._serialized_start=990
-  _globals['_ONLOADCOMMAND']._serialized_end=1044
-  _globals['_STOPCOMMAND']._serialized_start=1046
-  _globals['_STOPCOMMAND']._serialized_end=1073
-  _globals['_SCORETOKENSCOMMAND']._serialized_start=1075
-  _globals['_SCORETOKENSCOMMAND']._serialized_end=1142
-  _globals['_TOKENSEQUENCE']._serialized_start=1144
-  _globals['_TOKENSEQUENCE']._serialized_end=1194
+  _globals['_TRAINERCOMMAND']._serialized_end=643
+  _globals['_KEEPALIVECOMMAND']._serialized_start=645
+  _globals['_KEEPALIVECOMMAND']._serialized_end=663
+  _globals['_TRAINCOMMAND']._serialized_start=665
+  _globals['_TRAINCOMMAND']._serialized_end=736
+  _globals['_COMPUTECOLUMNCOMMAND']._serialized_start=738
+  _globals['_COMPUTECOLUMNCOMMAND']._serialized_end=811
+  _globals['_STANDBYCOMMAND']._serialized_start=813
+  _globals['_STANDBYCOMMAND']._serialized_end=900
+  _globals['_PUBLISHCOMMAND']._serialized_start=902
+  _globals['_PUBLISHCOMMAND']._serialized_end=1008
+  _globals['_SAVECOMMAND']._serialized_start=1010
+  _globals['_SAVECOMMAND']._serialized_end=1037
+  _globals['_LOADCOMMAND']._serialized_start=1039
+  _globals['_LOADCOMMAND']._serialized_end=1110
+  _globals['_OFFLOADCOMMAND']._serialized_start=1112
+  _globals['_OFFLOADCOMMAND']._serialized_end=1167
+  _globals['_ONLOADCOMMAND']._serialized_start=1169
+  _globals['_ONLOADCOMMAND']._serialized_end=1223
+  _globals['_STOPCOMMAND']._serialized_start=1225
+  _globals['_STOPCOMMAND']._serialized_end=1252
+  _globals['_SCORETOKENSCOMMAND']._serialized_start=1254
+  _globals['_SCORETOKENSCOMMAND']._serialized_end=1321
+  _globals['_TOKENSEQUENCE']._serialized_start=1323
+  _globals['_TOKENSEQUENCE']._serialized_end=1373
 # @@protoc_insertion_point(module_scope)

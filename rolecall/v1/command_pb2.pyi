@@ -36,6 +36,7 @@ class TrainerCommand(_message.Message):
     ONLOAD_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    STAND_BY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def keep_alive(self) -> Global___KeepAliveCommand:
         """Nothing: sent while idle, so that a follower's wait has a deadline."""
@@ -76,6 +77,10 @@ class TrainerCommand(_message.Message):
     def score(self) -> Global___ScoreTokensCommand:
         """Compute what a reward model says of sequences."""
 
+    @_builtins.property
+    def stand_by(self) -> Global___StandByCommand:
+        """Meet the receivers of an epoch as a root beside rank 0."""
+
     def __init__(
         self,
         *,
@@ -89,12 +94,13 @@ class TrainerCommand(_message.Message):
         onload: Global___OnloadCommand | None = ...,
         stop: Global___StopCommand | None = ...,
         score: Global___ScoreTokensCommand | None = ...,
+        stand_by: Global___StandByCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "keep_alive", b"keep_alive", "load", b"load", "offload", b"offload", "onload", b"onload", "publish", b"publish", "save", b"save", "score", b"score", "stop", b"stop", "train", b"train", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "keep_alive", b"keep_alive", "load", b"load", "offload", b"offload", "onload", b"onload", "publish", b"publish", "save", b"save", "score", b"score", "stand_by", b"stand_by", "stop", b"stop", "train", b"train", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "keep_alive", b"keep_alive", "load", b"load", "offload", b"offload", "onload", b"onload", "publish", b"publish", "save", b"save", "score", b"score", "stop", b"stop", "train", b"train", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "keep_alive", b"keep_alive", "load", b"load", "offload", b"offload", "onload", b"onload", "publish", b"publish", "save", b"save", "score", b"score", "stand_by", b"stand_by", "stop", b"stop", "train", b"train", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["keep_alive", "train", "compute", "publish", "save", "load", "offload", "onload", "stop", "score"]  # noqa: Y015
+    _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["keep_alive", "train", "compute", "publish", "save", "load", "offload", "onload", "stop", "score", "stand_by"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_work) -> _WhichOneofReturnType_work | None: ...
 
@@ -174,26 +180,70 @@ class ComputeColumnCommand(_message.Message):
 Global___ComputeColumnCommand: _TypeAlias = ComputeColumnCommand  # noqa: Y015
 
 @_typing.final
+class StandByCommand(_message.Message):
+    """Meet the ranks of an epoch of the weight channel: on devices that are shared with rollouts every rank sends to those
+    on its own.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Epoch that rank 0 has opened."""
+    address: _builtins.str
+    """"host:port" of its rendezvous."""
+    world_size: _builtins.int
+    """Rank 0 and every receiver."""
+    timeout_s: _builtins.float
+    """Seconds the ranks may take to meet."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        address: _builtins.str = ...,
+        world_size: _builtins.int = ...,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "timeout_s", b"timeout_s", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StandByCommand: _TypeAlias = StandByCommand  # noqa: Y015
+
+@_typing.final
 class PublishCommand(_message.Message):
-    """Gather the parameters for a publish; rank 0 sends them."""
+    """Gather the parameters for a publish; rank 0 sends them, and with it whoever stands by."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     PROBE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    BUCKET_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version they are sent under."""
     probe_token_ids: _builtins.bytes
     """int32 little-endian ids to compute the probe's logprobs of; empty: no probe."""
+    epoch: _builtins.int
+    """Epoch they are sent over."""
+    bucket_timeout_s: _builtins.float
+    """Seconds each bucket may take."""
     def __init__(
         self,
         *,
         policy_version: _builtins.int = ...,
         probe_token_ids: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
+        bucket_timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "probe_token_ids", b"probe_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_timeout_s", b"bucket_timeout_s", "epoch", b"epoch", "policy_version", b"policy_version", "probe_token_ids", b"probe_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,5 @@
-"""Channels: a communicator of their own beside any training world, over which rank 0 broadcasts buckets of bytes.
+"""Channels: a communicator of their own beside any training world, over which rank 0 broadcasts buckets of bytes, and
+further roots beside it where memory is shared.
 
 Owns joining, waiting with deadlines, and aborting from another thread. `GlooChannel` runs on CPUs, `NcclChannel` on
 GPUs over a raw communicator, because torch's own NCCL group tears the process down when a peer dies; between processes
@@ -8,6 +9,8 @@ the manifest says what the bytes mean.
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
 
@@ -18,7 +21,7 @@ from rolecall.errors import ChannelBrokenError, ChannelUnreachableError, NotOnTh
 from rolecall.settings import WeightBackend
 from rolecall.training.ranks.device import backend_of
 from rolecall.weights.rendezvous import Rendezvous, local_address
-from rolecall.weights.shared_memory.meeting import meet
+from rolecall.weights.shared_memory import meeting
 
 _POLL = timedelta(milliseconds=50)
 """How long one look at a Gloo transfer blocks; an abort is noticed at the next."""
@@ -65,17 +68,19 @@ def join(
     timeout_s: float,
     *,
     or_gloo: bool = False,
+    num_roots: int = 1,
 ) -> Channel:
     """Meets the other ranks of the epoch within `timeout_s`. ChannelBrokenError when they do not all come,
-    NotOnThisDeviceError. `or_gloo`, of rank 0: over Gloo, if the ranks turn out not to share memory.
+    NotOnThisDeviceError. Of rank 0, where memory is shared: `or_gloo`, over Gloo, if the ranks turn out not to share
+    any; `num_roots`, how many send, those that `stand_by` included.
 
     Whatever fails aborts the epoch: the other ranks would wait out their deadline for this one.
     """
     deadline = time.monotonic() + timeout_s
-    try:
+    with _blaming(rendezvous):
         match backend:
             case "shared":
-                shared = meet(rendezvous, world_size, device, timeout_s, or_gloo)
+                shared = meeting.meet(rendezvous, world_size, device, timeout_s, or_gloo, num_roots)
                 return shared or GlooChannel(rendezvous, world_size, max(_DROP_S, deadline - time.monotonic()))
             case "gloo":
                 return GlooChannel(rendezvous, world_size, timeout_s)
@@ -88,6 +93,20 @@ def join(
                 from rolecall.weights.nccl import NcclChannel  # loads the NCCL library
 
                 return NcclChannel(rendezvous, world_size, device, timeout_s)
+
+
+def stand_by(
+    rendezvous: Rendezvous, world_size: int, device: torch.device, timeout_s: float, root: int
+) -> Channel | None:
+    """Meets the other ranks as root `root` beside rank 0, as `join` does; None where it has nobody to send to."""
+    with _blaming(rendezvous):
+        return meeting.stand_by(rendezvous, world_size, device, timeout_s, root)
+
+
+@contextmanager
+def _blaming(rendezvous: Rendezvous) -> Iterator[None]:
+    try:
+        yield
     except RoleCallError as error:
         rendezvous.blame(error.message)
         raise

@@ -2,7 +2,7 @@
 
 Owns the rendezvous, the epoch that is open and a guard that epochs and versions only rise. It does not know the
 controller, gRPC or how tensors are gathered: it takes an iterator of (Hugging Face name, full tensor). Only rank 0 of
-an actor has one; see `publish` for what the other ranks do meanwhile.
+an actor has one. The other ranks gather with it, and where they share devices with the receivers each is a root, too.
 
     publisher = Publisher(device)
     address = publisher.open(epoch=3, world_size=1 + num_receivers, host="127.0.0.1", backend="gloo", timeout_s=60)
@@ -16,57 +16,47 @@ tell who holds what, so a new one is opened.
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from typing import Generic, TypeVar
 
 import torch
 
 from rolecall.errors import RoleCallError, StaleEpochError, StaleVersionError
 from rolecall.settings import WeightBackend
 from rolecall.v1 import weights_pb2
-from rolecall.weights.channel import Channel, join
+from rolecall.weights.channel import Channel, join, stand_by
 from rolecall.weights.deltas.base import Base
 from rolecall.weights.rendezvous import Rendezvous, RendezvousServer
-from rolecall.weights.transfer import offer_manifest, send
+from rolecall.weights.transfer import offer_manifest, send, send_beside
 from rolecall.weights.transferred import Transferred
 
 logger = logging.getLogger(__name__)
 _MEETING_POLL_S = 0.05
 """Seconds between two looks at whether the epoch was aborted while its ranks meet."""
+_REACH_S = 10.0
+"""Longest that a further root waits for the rendezvous of rank 0, which listens already."""
 _MEETING_GRACE_S = 1.0
 """What the meeting thread may take beyond its own deadline."""
 
 
-class Publisher:
-    """Opens epochs and publishes versions over them. `publish` is called by one thread at a time; `abort`, `open` and
-    `close` by any.
-    """
+C = TypeVar("C", bound=Channel | None)
+
+
+class _Epochs(Generic[C]):
+    """The open epoch of a root, and the guard that epochs only rise."""
 
     def __init__(self, device: torch.device) -> None:
         """`device` holds the weights. The channel of an epoch says where its buckets lie: there, or in host memory."""
         self._device = device
         self._lock = threading.Lock()
-        self._stores: tuple[RendezvousServer, ...] = ()
-        """One per epoch, two at most, the newest last. The one before still tells late ranks that it is over; older
-        ones are gone with all their keys.
-        """
         self._epoch = -1
-        self._last_sent = (-1, -1)
-        """The highest version that was to be sent, and the highest epoch it was to be sent over."""
         self._rendezvous: Rendezvous | None = None
-        self._channel: Future[Channel] = Future()
-        self._manifest: weights_pb2.WeightManifest | None = None
-        self._base = Base()
+        self._channel: Future[C] = Future()
         self._meeting_deadline = 0.0
 
-    def open(
-        self, epoch: int, world_size: int, host: str, backend: WeightBackend, timeout_s: float, *, or_gloo: bool = False
-    ) -> str:
-        """Aborts the epoch before, listens on `host` and returns "host:port"; the ranks meet within `timeout_s` on a
-        thread of their own, as rolecall.weights.channel.join says.
-
-        StaleEpochError for an epoch not higher than all before. A meeting that fails is told by the next publish.
-        """
+    def _claim(self, epoch: int) -> None:
+        """Aborts the epoch before. StaleEpochError for one not higher than all before."""
         with self._lock:
             if epoch <= self._epoch:
                 raise StaleEpochError(
@@ -78,20 +68,106 @@ class Publisher:
         if before is not None:
             before.abort(f"epoch {epoch} was opened")
             before.close()
-        store = RendezvousServer(host)
-        rendezvous, channel = store.enter(epoch), Future[Channel]()
+
+    def _begin(self, rendezvous: Rendezvous, meet: Callable[[], C], timeout_s: float) -> None:
+        """The ranks meet within `timeout_s` on a thread of their own. StaleEpochError."""
+        channel, epoch = Future[C](), rendezvous.epoch
         with self._lock:
-            if epoch != self._epoch:
-                raise StaleEpochError(f"epoch {epoch} was overtaken by {self._epoch} while it was opened")
-            self._stores = (*self._stores[-1:], store)
-            self._rendezvous, self._channel, self._manifest, self._base = rendezvous, channel, None, Base()
+            self._require_newest(epoch)
+            self._rendezvous, self._channel = rendezvous, channel
             self._meeting_deadline = time.monotonic() + timeout_s
-        threading.Thread(
-            target=self._meet,
-            args=(channel, rendezvous, world_size, backend, timeout_s, or_gloo),
-            name=f"weights-meet-{epoch}",
-            daemon=True,
-        ).start()
+
+        def run() -> None:
+            try:
+                channel.set_result(meet())
+            except RoleCallError as error:
+                logger.warning("epoch %d of the weight channel: %s", epoch, error.message)
+                channel.set_exception(error)
+
+        threading.Thread(target=run, name=f"weights-meet-{epoch}", daemon=True).start()
+
+    def _require_newest(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            raise StaleEpochError(f"epoch {epoch} was overtaken by {self._epoch} while it was opened")
+
+    def _opened(self, epoch: int) -> "tuple[Rendezvous, Future[C]]":
+        """StaleEpochError for another epoch than the open one. With the lock held."""
+        if epoch != self._epoch or self._rendezvous is None:
+            raise StaleEpochError(f"epoch {epoch} of the weight channel is not the open one ({self._epoch})")
+        return self._rendezvous, self._channel
+
+    def _met(self, rendezvous: Rendezvous, meeting: "Future[C]") -> C:
+        while not wait([meeting], timeout=_MEETING_POLL_S).done:
+            if time.monotonic() > self._meeting_deadline + _MEETING_GRACE_S:
+                rendezvous.abort("the ranks did not meet in time")
+            rendezvous.check()
+        return meeting.result()  # bounded: it is done
+
+    def abort(self, reason: str, epoch: int | None = None) -> None:
+        """Breaks the open epoch, if it is `epoch` (None: whichever), from any thread: whoever waits in a transfer of
+        it, here or at a receiver, gets ChannelBrokenError soon. Idempotent.
+        """
+        with self._lock:
+            rendezvous = self._rendezvous
+        if rendezvous is not None and epoch in (None, rendezvous.epoch):
+            rendezvous.abort(reason)
+
+    def close(self) -> None:
+        """Aborts the open epoch; the rendezvous ends with the process."""
+        self.abort("the actor closed the weight channel")
+        with self._lock:
+            rendezvous, self._rendezvous = self._rendezvous, None
+        if rendezvous is not None:
+            rendezvous.close()
+
+
+class Publisher(_Epochs[Channel]):
+    """Opens epochs and publishes versions over them. `publish` is called by one thread at a time; `abort`, `open` and
+    `close` by any.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` holds the weights. The channel of an epoch says where its buckets lie: there, or in host memory."""
+        super().__init__(device)
+        self._stores: tuple[RendezvousServer, ...] = ()
+        """One per epoch, two at most, the newest last. The one before still tells late ranks that it is over; older
+        ones are gone with all their keys.
+        """
+        self._last_sent = (-1, -1)
+        """The highest version that was to be sent, and the highest epoch it was to be sent over."""
+        self._manifest: weights_pb2.WeightManifest | None = None
+        self._base = Base()
+
+    def open(
+        self,
+        epoch: int,
+        world_size: int,
+        host: str,
+        backend: WeightBackend,
+        timeout_s: float,
+        *,
+        or_gloo: bool = False,
+        num_roots: int = 1,
+    ) -> str:
+        """Aborts the epoch before, listens on `host` and returns "host:port"; the ranks meet within `timeout_s` on a
+        thread of their own, as rolecall.weights.channel.join says.
+
+        StaleEpochError for an epoch not higher than all before. A meeting that fails is told by the next publish.
+        """
+        self._claim(epoch)
+        store = RendezvousServer(host)
+        rendezvous = store.enter(epoch)
+        with self._lock:
+            self._require_newest(epoch)
+            self._stores = (*self._stores[-1:], store)
+            self._manifest, self._base = None, Base()
+        self._begin(
+            rendezvous,
+            lambda: join(
+                rendezvous, world_size, backend, self._device, timeout_s, or_gloo=or_gloo, num_roots=num_roots
+            ),
+            timeout_s,
+        )
         return store.address
 
     def publish(
@@ -129,8 +205,7 @@ class Publisher:
         bucket_timeout_s: float,
     ) -> Transferred:
         with self._lock:
-            if epoch != self._epoch or self._rendezvous is None:
-                raise StaleEpochError(f"epoch {epoch} of the weight channel is not the open one ({self._epoch})")
+            rendezvous, meeting = self._opened(epoch)
             if (policy_version, epoch) <= self._last_sent:
                 version, over = self._last_sent
                 raise StaleVersionError(
@@ -138,7 +213,7 @@ class Publisher:
                     "versions never go back"
                 )
             self._last_sent = (policy_version, epoch)
-            rendezvous, meeting, agreed, base = self._rendezvous, self._channel, self._manifest, self._base
+            agreed, base = self._manifest, self._base
         channel = self._met(rendezvous, meeting)
         if agreed is None:
             agreed = weights_pb2.WeightManifest()
@@ -159,41 +234,53 @@ class Publisher:
             )
             raise type(error)(message, ranks=",".join(map(str, late))) from error
 
-    def abort(self, reason: str, epoch: int | None = None) -> None:
-        """Breaks the open epoch, if it is `epoch` (None: whichever), from any thread: whoever waits in a transfer of
-        it, here or at a receiver, gets ChannelBrokenError soon. Idempotent.
+
+class FurtherRoot(_Epochs[Channel | None]):
+    """Another rank of the actor as a root of rank 0's epochs: it sends the same to the receivers on its GPU or machine.
+
+    It answers to nobody: what it fails to send its receivers lack, and what ends the epoch ends it for all ranks.
+    """
+
+    def stand_by(self, epoch: int, address: str, world_size: int, root: int, timeout_s: float) -> None:
+        """Leaves the epoch before and meets the ranks at `address` on a thread, within `timeout_s`. `root`: which it
+        is, counted from the first, rank 0, which is 0; `world_size` counts rank 0 and the receivers.
+
+        StaleEpochError, ChannelUnreachableError.
         """
-        with self._lock:
-            rendezvous = self._rendezvous
-        if rendezvous is not None and epoch in (None, rendezvous.epoch):
-            rendezvous.abort(reason)
+        self._claim(epoch)
+        # after the receivers, whose ranks the controller gives
+        rendezvous = Rendezvous(address, epoch, world_size - 1 + root, min(timeout_s, _REACH_S))
+        self._begin(rendezvous, lambda: stand_by(rendezvous, world_size, self._device, timeout_s, root), timeout_s)
 
-    def close(self) -> None:
-        """Aborts the open epoch; the rendezvous ends with the process."""
-        self.abort("the actor closed the weight channel")
-        with self._lock:
-            rendezvous, self._rendezvous = self._rendezvous, None
-        if rendezvous is not None:
-            rendezvous.close()
-
-    def _met(self, rendezvous: Rendezvous, meeting: "Future[Channel]") -> Channel:
-        while not wait([meeting], timeout=_MEETING_POLL_S).done:
-            if time.monotonic() > self._meeting_deadline + _MEETING_GRACE_S:
-                rendezvous.abort("the ranks did not meet in time")
-            rendezvous.check()
-        return meeting.result()  # bounded: it is done
-
-    def _meet(
+    def publish(
         self,
-        channel: "Future[Channel]",
-        rendezvous: Rendezvous,
-        world_size: int,
-        backend: WeightBackend,
-        timeout_s: float,
-        or_gloo: bool,
+        weights: Iterator[tuple[str, torch.Tensor]],
+        manifest: weights_pb2.WeightManifest,
+        *,
+        epoch: int,
+        bucket_timeout_s: float,
+    ) -> None:
+        """Sends `weights` to the receivers that came here, and runs them to their end in any case."""
+        with self._lock:
+            is_called = epoch == self._epoch
+        try:
+            channel = self._met(*self._opened(epoch)) if is_called else None  # rank 0 may send alone
+            if channel is not None:
+                self._send(channel, weights, manifest, bucket_timeout_s)
+        except RoleCallError as error:
+            logger.warning("epoch %d of the weight channel: not all is sent from here: %s", epoch, error.message)
+        for _ in weights:  # producing them is a collective of the actor's ranks
+            pass
+
+    def _send(
+        self,
+        channel: Channel,
+        weights: Iterator[tuple[str, torch.Tensor]],
+        manifest: weights_pb2.WeightManifest,
+        bucket_timeout_s: float,
     ) -> None:
         try:
-            channel.set_result(join(rendezvous, world_size, backend, self._device, timeout_s, or_gloo=or_gloo))
+            send_beside(channel, weights, manifest, bucket_timeout_s)
         except RoleCallError as error:
-            logger.warning("epoch %d of the weight channel: %s", rendezvous.epoch, error.message)
-            channel.set_exception(error)
+            channel.rendezvous.abort(error.message)
+            raise

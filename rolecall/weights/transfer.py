@@ -12,7 +12,7 @@ H0 H1 B0 H2 B1 ... Fingerprints are those of whole tensors either way: of what a
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -44,15 +44,46 @@ def send(
     """Sends `weights`, which must come as the manifest says, to every receiver. ChannelBrokenError,
     WeightsMismatchError. `base`: what the epoch's receivers hold; absent: nothing, and all goes whole.
     """
-    buckets = plan_buckets(manifest)
-    outbox = _Outbox(channel, _longest_s(buckets, bucket_timeout_s))
     prints: list[torch.Tensor] = []
     start = time.monotonic()
+    base = base or Base()
+    base.begin()
+
+    def look(sources: list[torch.Tensor]) -> None:
+        prints.extend(fingerprint_on_device(source) for source in sources)
+
+    wire_bytes = _send(channel, weights, manifest, bucket_timeout_s, base, look)
+    sent = _transferred(manifest, prints, plan_buckets(manifest), time.monotonic() - start, wire_bytes)
+    base.end(sent.digest)
+    return sent
+
+
+def send_beside(
+    channel: Channel,
+    weights: Iterator[tuple[str, torch.Tensor]],
+    manifest: weights_pb2.WeightManifest,
+    bucket_timeout_s: float,
+) -> None:
+    """Sends as `send` does, for a root beside the first, which alone says what was sent."""
+    _send(channel, weights, manifest, bucket_timeout_s, Base(), lambda sources: None)
+
+
+def _send(
+    channel: Channel,
+    weights: Iterator[tuple[str, torch.Tensor]],
+    manifest: weights_pb2.WeightManifest,
+    bucket_timeout_s: float,
+    base: Base,
+    look: Callable[[list[torch.Tensor]], None],
+) -> int:
+    """Returns the bytes that travelled to each receiver; `look` is called with each bucket's tensors while it
+    travels.
+    """
+    buckets = plan_buckets(manifest)
+    outbox = _Outbox(channel, _longest_s(buckets, bucket_timeout_s))
     common = max((bucket.num_bytes for bucket in buckets if bucket.num_bytes <= manifest.bucket_bytes), default=0)
     num_turns = IN_FLIGHT + 1 + manifest.deltas
     turns = cycle(torch.empty((num_turns, common), dtype=torch.uint8, device=channel.device))
-    base = base or Base()
-    base.begin()
     for number, bucket in enumerate(buckets):
         # its turn comes when the transfer that used it last has been waited for
         memory = (
@@ -67,11 +98,9 @@ def send(
             outbox.put_after_next_header(*base.delta_of(number, bucket, memory))
         else:
             outbox.put(memory)
-        prints += [fingerprint_on_device(source) for source in sources]  # while the bytes travel
+        look(sources)
     outbox.flush()
-    sent = _transferred(manifest, prints, buckets, time.monotonic() - start, outbox.num_bytes)
-    base.end(sent.digest)
-    return sent
+    return outbox.num_bytes
 
 
 def offer_manifest(rendezvous: Rendezvous, manifest: weights_pb2.WeightManifest) -> None:

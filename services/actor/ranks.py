@@ -1,10 +1,12 @@
-"""The actor on its ranks: a trainer by the steps of steps.py, and the root of the weight channel. It knows tensors
+"""The actor on its ranks: a trainer by the steps of steps.py, and the roots of the weight channel. It knows tensors
 and no gRPC.
 """
 
+import logging
+
 import numpy as np
 
-from rolecall.errors import OutOfOrderError, StaleVersionError
+from rolecall.errors import OutOfOrderError, RoleCallError, StaleVersionError
 from rolecall.identity import adapters_to_begin_with
 from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
@@ -18,11 +20,13 @@ from rolecall.v1 import actor_pb2, command_pb2, weights_pb2
 from rolecall.v1.command_pb2 import TrainerCommand
 from rolecall.weights.backends import encode_backend
 from rolecall.weights.manifest import build_manifest
-from rolecall.weights.publisher import Publisher
+from rolecall.weights.publisher import FurtherRoot, Publisher
 from rolecall.weights.transferred import encode_fingerprints
 from rolecall.wire import Array, decode_tensor, encode_tensor
 from services.actor import config
 from services.actor.steps import PolicySteps
+
+logger = logging.getLogger(__name__)
 
 _FIRST_PROBE_TOKENS = 487
 """Tokens of the pass by which layers are compiled at the start. Graphs are the same for all lengths, unless the first
@@ -69,6 +73,9 @@ class ActorRanks(TrainerRanks):
             context.engine.named_weights(), weights.bucket_bytes, adapter, deltas=weights.deltas
         )
         self._publisher = Publisher(context.device) if context.group.is_leader else None
+        # On shared devices the weights need not leave any: each rank has them all while they are gathered.
+        is_root = settings.takes_shifts and not context.group.is_leader
+        self._further = FurtherRoot(context.device) if is_root else None
 
     def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> weights_pb2.OpenWeightChannelResponse:
         """WeightPublishingTrainer.open_channel; on rank 0, from any thread."""
@@ -82,8 +89,28 @@ class ActorRanks(TrainerRanks):
             backend,
             request.timeout_s,
             or_gloo=weights.backend is None,
+            num_roots=self.group.world_size if self.has_further_roots else 1,
         )
         return weights_pb2.OpenWeightChannelResponse(address=address, backend=encode_backend(backend))
+
+    @property
+    def has_further_roots(self) -> bool:
+        """WeightPublishingTrainer.has_further_roots."""
+        return self._settings.takes_shifts and self.group.world_size > 1
+
+    def call_roots(
+        self, request: weights_pb2.OpenWeightChannelRequest, opened: weights_pb2.OpenWeightChannelResponse
+    ) -> None:
+        """WeightPublishingTrainer.call_roots; on rank 0."""
+        if opened.backend == weights_pb2.WEIGHT_BACKEND_SHARED:
+            command = command_pb2.StandByCommand(
+                epoch=request.epoch,
+                address=opened.address,
+                world_size=request.world_size,
+                timeout_s=request.timeout_s,
+            )
+            with self.group.leading(TrainerCommand(stand_by=command)):
+                pass  # rank 0 meets them since it opened the epoch
 
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
         """WeightPublishingTrainer.publish; on rank 0."""
@@ -103,7 +130,12 @@ class ActorRanks(TrainerRanks):
             if request.HasField("probe")
             else np.zeros(0, "<i4")
         )
-        command = command_pb2.PublishCommand(policy_version=request.policy_version, probe_token_ids=token_ids.tobytes())
+        command = command_pb2.PublishCommand(
+            policy_version=request.policy_version,
+            probe_token_ids=token_ids.tobytes(),
+            epoch=request.epoch,
+            bucket_timeout_s=request.bucket_timeout_s,
+        )
         with self.group.leading(TrainerCommand(publish=command)):
             probe = self._begin_publish(command)
         self.applied = self.applied.after_publish(request.policy_version)
@@ -130,20 +162,42 @@ class ActorRanks(TrainerRanks):
         self._publisher.abort(reason, epoch)
 
     def obey(self, command: TrainerCommand) -> None:
-        """Does one command of rank 0: publishing, or TrainerRanks.obey."""
-        if command.WhichOneof("work") != "publish":
-            super().obey(command)
-            return
-        self._begin_publish(command.publish)
-        self.applied = self.applied.after_publish(command.publish.policy_version)
+        """Does one command of rank 0: of the weight channel, or TrainerRanks.obey."""
+        match command.WhichOneof("work"):
+            case "stand_by":
+                self._stand_by(command.stand_by)
+            case "publish":
+                self._publish_beside(command.publish)
+            case _:
+                super().obey(command)
+
+    def _stand_by(self, command: command_pb2.StandByCommand) -> None:
+        assert self._further is not None
+        try:
+            self._further.stand_by(
+                command.epoch, command.address, command.world_size, self.group.rank, command.timeout_s
+            )
+        except RoleCallError as error:  # rank 0 has opened another meanwhile, or ends
+            logger.warning("epoch %d of the weight channel is not joined: %s", command.epoch, error.message)
+
+    def _publish_beside(self, command: command_pb2.PublishCommand) -> None:
+        """Gathers with rank 0, which sends; and sends, too, where this rank is a root."""
+        self._begin_publish(command)
+        self.applied = self.applied.after_publish(command.policy_version)
         with self.context.memory.phase("publish"):
-            for _ in self.context.engine.named_weights():  # gathering is a collective; rank 0 sends
+            weights = self.context.engine.named_weights()
+            if self._further is not None:
+                self._further.publish(
+                    weights, self._manifest, epoch=command.epoch, bucket_timeout_s=command.bucket_timeout_s
+                )
+            for _ in weights:
                 pass
 
     def close(self) -> None:
         """Ends the weight channel; from any thread."""
-        if self._publisher is not None:
-            self._publisher.close()
+        for root in (self._publisher, self._further):
+            if root is not None:
+                root.close()
 
     def _begin_publish(self, command: command_pb2.PublishCommand) -> weights_pb2.Probe | None:
         """The probe's logprobs under the present weights, at temperature 1, on rank 0; a collective."""

@@ -21,6 +21,15 @@ class WeightPublishingTrainer(Trainer, Protocol):
         publish. StaleEpochError.
         """
 
+    @property
+    def has_further_roots(self) -> bool:
+        """Whether other ranks of the actor may send, too."""
+
+    def call_roots(
+        self, request: weights_pb2.OpenWeightChannelRequest, opened: weights_pb2.OpenWeightChannelResponse
+    ) -> None:
+        """Has them meet the receivers of the epoch that was just `opened`, if they send in it."""
+
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
         """Sends the weights. OutOfOrderError, StaleEpochError, StaleVersionError, ChannelBrokenError."""
 
@@ -50,7 +59,11 @@ class ActorServicer(actor_pb2_grpc.ActorServiceServicer):
         self, request: weights_pb2.OpenWeightChannelRequest, context: Context
     ) -> weights_pb2.OpenWeightChannelResponse:
         await self._calls.fence.check(request.ctl)
-        return await asyncio.to_thread(self._actor.open_channel, request)
+        opened = await asyncio.to_thread(self._actor.open_channel, request)
+        if self._actor.has_further_roots:
+            # A publish that is stuck in the epoch before has just been ended; devices that are shared do nothing else.
+            await self._calls.device_thread.run(lambda: self._actor.call_roots(request, opened), "publishing")
+        return opened
 
     async def PublishWeights(
         self, request: actor_pb2.PublishWeightsRequest, context: Context

@@ -107,6 +107,11 @@ def _opened(handle: bytes, device: torch.device) -> DeviceSlots | None:
         return DeviceSlots(_tensor(pointer, device), pointer) if is_here else None
 
 
+def identity_of(device: torch.device) -> str:
+    """Returns the GPU's own name, the same in every process, however it counts its devices; "" on CPUs."""
+    return str(torch.cuda.get_device_properties(device).uuid) if backend_of(device) == "nccl" else ""
+
+
 class _CudaError(Exception):
     """The driver refused a call."""
 

@@ -1,15 +1,21 @@
-"""The meeting over shared memory: which ranks of an epoch see the memory of rank 0, by proof.
+"""The meeting over shared memory: which ranks of an epoch see the memory of a root, by proof.
 
 Names of hosts and addresses prove nothing: containers of one host share no memory, and two hosts may bear one name. So
-rank 0 gives a descriptor of its ring to whoever reaches its socket as the same user, and each receiver reads the nonce
-there and says it over the rendezvous, and whether it could open the slots on rank 0's GPU, if it has any. One channel
-serves an epoch: when a single rank did not open those, all use the ring's own, in host memory; when a single rank does
-not see the ring, all of them meet over Gloo instead, or, where shared memory was asked for by name, that rank refuses.
+a root gives a descriptor of its ring to whoever reaches its socket as the same user, and each receiver reads the nonce
+there and says it over the rendezvous, and whether it could open the slots on the root's GPU, if it has any. When a
+single receiver of a root did not open those, all of that root's use the ring's own, in host memory; when a single
+receiver sees no ring, all of the epoch's ranks meet over Gloo instead, or, where shared memory was asked for by name,
+that receiver refuses.
 
-The socket is abstract: it lies in the network namespace, not in a file system, and is gone with the actor.
+Rank 0 is a root, and where actor and rollouts share devices every rank of the actor is one: they come after the
+receivers in the epoch, and each sends the same buckets to the receivers that came to it. A receiver comes to the root
+on its own GPU, else to one of its machine.
+
+A socket is abstract: it lies in the network namespace, not in a file system, and is gone with its process.
 """
 
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -17,13 +23,13 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError, RoleCallError
 from rolecall.weights.rendezvous import Rendezvous
-from rolecall.weights.shared_memory.device_slots import DeviceSlots, open_slots, own_slots
+from rolecall.weights.shared_memory.device_slots import DeviceSlots, identity_of, open_slots, own_slots
 from rolecall.weights.shared_memory.ring import NONCE_BYTES, Ring, RingReader, SharedReceiver, SharedRoot
 
 logger = logging.getLogger(__name__)
@@ -32,89 +38,150 @@ _POLL_S = 0.005
 _TOKEN_BYTES = 16
 """Bytes of a connection's token, by which the root knows whose it is."""
 _CREDENTIALS = struct.Struct("3i")
-_NONE, _SHARED, _DEVICE, _GLOO = b"none", b"shared", b"device", b"gloo"
-_PROVEN_BYTES = _TOKEN_BYTES + NONCE_BYTES
-"""Bytes of a proof before its end."""
-_OPENED, _UNOPENED = b"1", b"0"
-"""The end of a proof: whether the receiver opened the root's slots on a GPU."""
+_NONE, _SHARED, _GLOO = b"none", b"shared", b"gloo"
+_PROOF = struct.Struct(f"<H{_TOKEN_BYTES}s{NONCE_BYTES}s?")
+"""What a receiver says: the root that it came to, its token there, the nonce, and whether it opened the root's slots on
+a GPU.
+"""
 _REMEDY = "leave weights.backend out, or use weights.backend: gloo"
 
 
 def meet(
-    rendezvous: Rendezvous, world_size: int, device: torch.device, timeout_s: float, or_gloo: bool
+    rendezvous: Rendezvous, world_size: int, device: torch.device, timeout_s: float, or_gloo: bool, num_roots: int
 ) -> SharedRoot | SharedReceiver | None:
-    """Meets the other ranks; None when all are to meet over Gloo, since one of them does not see rank 0's memory.
+    """Meets the other ranks as rank 0 or as a receiver; None when all are to meet over Gloo, since one of them sees no
+    root's memory.
 
-    `device` is where this rank has its weights. Rank 0 says by `or_gloo` whether they may; where not,
-    NotOnThisDeviceError at a rank that does not see it. ChannelBrokenError when they do not all come within
-    `timeout_s`.
+    `device` is where this rank has its weights, `world_size` counts rank 0 and the receivers. Rank 0 says how many
+    roots there are, and by `or_gloo` whether they may meet over Gloo; where not, NotOnThisDeviceError at a rank that
+    sees no root's memory. ChannelBrokenError when they do not all come within `timeout_s`.
     """
-    if rendezvous.rank == 0:
-        return _meet_as_root(rendezvous, world_size, device, timeout_s, or_gloo)
-    return _meet_as_receiver(rendezvous, world_size, device, time.monotonic() + timeout_s)
+    deadline = time.monotonic() + timeout_s
+    if rendezvous.rank > 0:
+        return _meet_as_receiver(rendezvous, world_size, device, deadline)
+    rendezvous.offer("shared/else", _GLOO if or_gloo else _NONE)
+    rendezvous.offer("shared/roots", str(num_roots).encode())
+    return _meet_as_root(rendezvous, world_size, device, deadline, 0)
+
+
+def stand_by(
+    rendezvous: Rendezvous, world_size: int, device: torch.device, timeout_s: float, root: int
+) -> SharedRoot | None:
+    """Meets the other ranks as root `root`, not the first; None when no receiver came to it, or all meet over Gloo.
+    Else as `meet`.
+    """
+    return _meet_as_root(rendezvous, world_size, device, time.monotonic() + timeout_s, root)
 
 
 def _meet_as_root(
-    rendezvous: Rendezvous, world_size: int, device: torch.device, timeout_s: float, or_gloo: bool
+    rendezvous: Rendezvous, world_size: int, device: torch.device, deadline: float, root: int
 ) -> SharedRoot | None:
-    deadline = time.monotonic() + timeout_s
-    rendezvous.offer("shared/else", _GLOO if or_gloo else _NONE)
-    try:
-        door = _Door(device)
-    except OSError as error:
-        rendezvous.offer("shared/socket", _NONE)
-        if not or_gloo:
-            raise NotOnThisDeviceError(f"the actor's machine gives no shared memory ({error}); {_REMEDY}") from error
-        logger.info("epoch %d of the weight channel: no shared memory on this machine: %s", rendezvous.epoch, error)
-        return None
-    try:
-        rendezvous.offer("shared/socket", door.name.encode())
-        keys = {rank: f"shared/{rank}" for rank in range(1, world_size)}
-        while not rendezvous.has(keys.values()):
-            if time.monotonic() > deadline:
-                raise ChannelBrokenError(
-                    f"the ranks did not meet within {timeout_s:g} s: not all receivers have said whether they see the "
-                    "actor's memory"
-                )
-            door.let_in(_POLL_S)
-        said = {rank: rendezvous.take(key, timeout_s) for rank, key in keys.items()}
-        proofs = {rank: door.proven(proof) for rank, proof in said.items()}
-        elsewhere = [rank for rank, peer in proofs.items() if peer is None]
-        on_device = door.has_slots and all(proof[_PROVEN_BYTES:] == _OPENED for proof in said.values())
-        if elsewhere and not or_gloo:
-            raise ChannelBrokenError(f"ranks {elsewhere} do not see the memory of the actor's machine; {_REMEDY}")
-        rendezvous.offer("shared/verdict", _GLOO if elsewhere else _DEVICE if on_device else _SHARED)
-        memory = f"shared memory of {device}" if on_device else "shared memory"
-        over = f"Gloo: ranks {elsewhere} do not see this machine's memory" if elsewhere else memory
-        logger.info("epoch %d of the weight channel, %d receivers: over %s", rendezvous.epoch, len(keys), over)
-        return None if elsewhere else door.hand_over(rendezvous, proofs, on_device)
-    except RoleCallError as error:
-        rendezvous.blame(error.message)  # before the socket is gone: to ranks that come late its absence says more
-        raise
-    finally:
-        door.close()
+    or_gloo = rendezvous.take("shared/else", _left(deadline)) == _GLOO
+    with contextlib.ExitStack() as stack:
+        try:
+            door = _Door(device)
+        except OSError as error:
+            rendezvous.offer(_socket_of(root), _NONE)
+            if not or_gloo:
+                reason = f"the actor's machine gives no shared memory ({error}); {_REMEDY}"
+                raise NotOnThisDeviceError(reason) from error
+            logger.info("epoch %d of the weight channel: no shared memory here: %s", rendezvous.epoch, error)
+            rendezvous.offer(_heard_by(root), _heard([], on_device=False))
+            return None
+        stack.callback(door.close)
+        try:
+            rendezvous.offer(_socket_of(root), f"{door.name} {identity_of(device)}".encode())
+            if root > 0 and rendezvous.take(_socket_of(0), _left(deadline)) == _NONE:
+                return None
+            said = _said(rendezvous, world_size, door, deadline)
+            peers = {rank: peer for rank, proof in said.items() if (peer := door.proven(proof, root)) is not None}
+            on_device = door.has_slots and all(_PROOF.unpack(said[rank])[3] for rank in peers)
+            rendezvous.offer(_heard_by(root), _heard(list(peers), on_device=on_device))
+            if _verdict(rendezvous, world_size, root, deadline, or_gloo) == _GLOO:
+                return None
+            memory = f"shared memory of {device}" if on_device else "shared memory"
+            logger.info("epoch %d of the weight channel: over %s to ranks %s", rendezvous.epoch, memory, list(peers))
+            return door.hand_over(rendezvous, world_size, peers, on_device) if peers or root == 0 else None
+        except RoleCallError as error:
+            rendezvous.blame(error.message)  # before the socket is gone: to ranks that come late its absence says more
+            raise
+
+
+def _said(rendezvous: Rendezvous, world_size: int, door: "_Door", deadline: float) -> dict[int, bytes]:
+    """The proofs of all receivers, by rank, while `door` lets them in. ChannelBrokenError."""
+    keys = {rank: f"shared/{rank}" for rank in range(1, world_size)}
+    while not rendezvous.has(keys.values()):
+        if time.monotonic() > deadline:
+            raise ChannelBrokenError(
+                "the ranks did not meet in time: not all receivers have said whether they see the actor's memory"
+            )
+        door.let_in(_POLL_S)
+    return {rank: rendezvous.take(key, _left(deadline)) for rank, key in keys.items()}
+
+
+def _verdict(rendezvous: Rendezvous, world_size: int, root: int, deadline: float, or_gloo: bool) -> bytes:
+    """Returns how the epoch's ranks go on; the first root says it once all have said whom they serve.
+    ChannelBrokenError.
+    """
+    if root > 0:
+        return rendezvous.take("shared/verdict", _left(deadline))
+    num_roots = int(rendezvous.take("shared/roots", _left(deadline)))
+    heard = [json.loads(rendezvous.take(_heard_by(each), _left(deadline))) for each in range(num_roots)]
+    elsewhere = sorted(set(range(1, world_size)).difference(*(each["ranks"] for each in heard)))
+    if elsewhere and not or_gloo:
+        raise ChannelBrokenError(f"ranks {elsewhere} do not see the memory of the actor's machine; {_REMEDY}")
+    verdict = _GLOO if elsewhere else _SHARED
+    rendezvous.offer("shared/verdict", verdict)
+    if elsewhere:
+        logger.info("epoch %d of the weight channel: over Gloo: ranks %s see no root", rendezvous.epoch, elsewhere)
+    return verdict
 
 
 def _meet_as_receiver(
     rendezvous: Rendezvous, world_size: int, device: torch.device, deadline: float
 ) -> SharedReceiver | None:
-    name = rendezvous.take("shared/socket", _left(deadline))
     may_use_gloo = rendezvous.take("shared/else", _left(deadline)) == _GLOO
-    entered = _enter(rendezvous, name.decode(), device, deadline) if name != _NONE else None
+    num_roots = int(rendezvous.take("shared/roots", _left(deadline)))
+    sockets = [rendezvous.take(_socket_of(root), _left(deadline)) for root in range(num_roots)]
+    entered = None
+    for root in _nearest(sockets, device, rendezvous.rank):
+        entered = entered or _enter(rendezvous, root, sockets[root].split()[0].decode(), device, deadline)
     if entered is None and not may_use_gloo:
         rendezvous.check_now()  # the actor may have gone from its socket because the epoch is over
         raise NotOnThisDeviceError(f"this rollout does not see the memory of the actor's machine; {_REMEDY}")
-    if name == _NONE:
+    if sockets[0] == _NONE:
         return None
     try:
         rendezvous.offer(f"shared/{rendezvous.rank}", entered.proof if entered is not None else _NONE)
         verdict = rendezvous.take("shared/verdict", _left(deadline))
         if entered is None or verdict == _GLOO:
             return None
-        return entered.hand_over(rendezvous, world_size, on_device=verdict == _DEVICE)
+        heard = json.loads(rendezvous.take(_heard_by(entered.number), _left(deadline)))
+        return entered.hand_over(rendezvous, world_size, on_device=heard["on_device"])
     finally:
         if entered is not None:
             entered.close()
+
+
+def _nearest(sockets: Sequence[bytes], device: torch.device, rank: int) -> list[int]:
+    """The roots that have a socket: those on the receiver's own GPU first, then in turn, so that receivers spread."""
+    own = identity_of(device).encode()
+    there = [root for root, said in enumerate(sockets) if said != _NONE]
+    return sorted(there, key=lambda root: (sockets[root].split()[1:] != [own], (root - rank) % len(sockets)))
+
+
+def _socket_of(root: int) -> str:
+    """The key under which a root says its socket and the identity of its device."""
+    return f"shared/socket/{root}"
+
+
+def _heard_by(root: int) -> str:
+    """The key under which a root says which ranks it serves, and whether on its GPU."""
+    return f"shared/heard/{root}"
+
+
+def _heard(ranks: list[int], *, on_device: bool) -> bytes:
+    return json.dumps({"ranks": ranks, "on_device": on_device}).encode()
 
 
 class _Door:
@@ -155,22 +222,24 @@ class _Door:
                 return
         peer.close()
 
-    def proven(self, proof: bytes) -> socket.socket | None:
-        """The connection of the receiver that says `proof`; None where it did not read this ring."""
+    def proven(self, proof: bytes, root: int) -> socket.socket | None:
+        """The connection of the receiver that says `proof`; None where it did not read this ring, root `root`'s."""
         assert self._ring is not None
-        token, nonce = proof[:_TOKEN_BYTES], proof[_TOKEN_BYTES:_PROVEN_BYTES]
-        return self._by_token.get(token) if secrets.compare_digest(nonce, self._ring.nonce) else None
+        if len(proof) != _PROOF.size:
+            return None
+        number, token, nonce, _ = _PROOF.unpack(proof)
+        is_proof = number == root and secrets.compare_digest(nonce, self._ring.nonce)
+        return self._by_token.get(token) if is_proof else None
 
     def hand_over(
-        self, rendezvous: Rendezvous, peers: Mapping[int, socket.socket | None], on_device: bool
+        self, rendezvous: Rendezvous, world_size: int, peers: Mapping[int, socket.socket], on_device: bool
     ) -> SharedRoot:
         """The channel over the ring to `peers`, all of which are proven."""
         ring, self._ring = self._ring, None
         assert ring is not None
-        kept = {rank: peer for rank, peer in peers.items() if peer is not None}
-        self._by_token = {token: peer for token, peer in self._by_token.items() if peer not in kept.values()}
+        self._by_token = {token: peer for token, peer in self._by_token.items() if peer not in peers.values()}
         slots = self._on_device[0] if on_device and self._on_device else ring
-        return SharedRoot(rendezvous, ring, slots, kept)
+        return SharedRoot(rendezvous, world_size, ring, slots, peers)
 
     def close(self) -> None:
         """Closes the socket, and what was not handed over."""
@@ -191,10 +260,12 @@ class _Entered:
         ring: RingReader,
         on_device: DeviceSlots | None,
         token: bytes,
+        number: int,
     ) -> None:
-        """`stack` closes what there is."""
+        """`stack` closes what there is; `number` is the root's."""
         self._stack, self._root, self._ring, self._on_device = stack, root, ring, on_device
-        self.proof = token + ring.nonce + (_UNOPENED if on_device is None else _OPENED)
+        self.number = number
+        self.proof = _PROOF.pack(number, token, ring.nonce, on_device is not None)
 
     def hand_over(self, rendezvous: Rendezvous, world_size: int, *, on_device: bool) -> SharedReceiver:
         """The channel over them."""
@@ -209,8 +280,10 @@ class _Entered:
         self._stack.close()
 
 
-def _enter(rendezvous: Rendezvous, name: str, device: torch.device, deadline: float) -> _Entered | None:
-    """Takes what the root gives at its socket; None where nobody of this user listens in this network namespace."""
+def _enter(rendezvous: Rendezvous, number: int, name: str, device: torch.device, deadline: float) -> _Entered | None:
+    """Takes what root `number` gives at its socket; None where nobody of this user listens in this network
+    namespace.
+    """
     with contextlib.ExitStack() as stack:
         root = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
@@ -233,7 +306,7 @@ def _enter(rendezvous: Rendezvous, name: str, device: torch.device, deadline: fl
         on_device = open_slots(ring.handle, device)
         if on_device is not None:
             stack.callback(on_device.close)
-        return _Entered(stack.pop_all(), root, ring, on_device, token)
+        return _Entered(stack.pop_all(), root, ring, on_device, token, number)
 
 
 def _is_readable(peer: socket.socket, timeout_s: float) -> bool:

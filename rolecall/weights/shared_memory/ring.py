@@ -140,17 +140,22 @@ class RingReader:
 
 
 class SharedRoot:
-    """Rank 0's end: copies buckets into the ring and waits for receipts. Buckets lie where the slots do."""
+    """A root's end: copies buckets into the ring and waits for receipts. Buckets lie where the slots do."""
 
     takes_deltas = False
 
     def __init__(
-        self, rendezvous: Rendezvous, ring: Ring, slots: RootSlots, peers: Mapping[int, socket.socket]
+        self,
+        rendezvous: Rendezvous,
+        world_size: int,
+        ring: Ring,
+        slots: RootSlots,
+        peers: Mapping[int, socket.socket],
     ) -> None:
-        """`slots`: the ring's own, or those whose handle it holds. `peers`: by rank, the socket of each receiver, which
-        has the ring's descriptor. This channel closes ring and sockets.
+        """`slots`: the ring's own, or those whose handle it holds. `peers`: by rank, the socket of each receiver of
+        this root, which has the ring's descriptor. This channel closes ring and sockets.
         """
-        self.rendezvous, self.world_size, self.device = rendezvous, 1 + len(peers), slots.device
+        self.rendezvous, self.world_size, self.device = rendezvous, world_size, slots.device
         self._ring, self._slots, self._peers = ring, slots, peers
         self._poller = select.poll()
         for peer in peers.values():
@@ -252,7 +257,7 @@ class SharedReceiver:
     takes_deltas = False
 
     def __init__(self, rendezvous: Rendezvous, world_size: int, root: socket.socket, slots: ReceiverSlots) -> None:
-        """`root`: a socket to rank 0. This channel closes it, and `slots`."""
+        """`root`: a socket to the root. This channel closes it, and `slots`."""
         self.rendezvous, self.world_size, self.device = rendezvous, world_size, slots.device
         self._root, self._slots = root, slots
         root.setblocking(False)
