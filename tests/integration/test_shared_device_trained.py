@@ -6,6 +6,7 @@ vLLM gives no memory up on CPUs. What arrives after a sleep came over the real c
 """
 
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.twins.processes import Command, ranks_together, started
 from tests.twins.run import twin_run
 
 NUM_STEPS = 3
+OVER_MEMORY = "over shared memory to ranks"
 SAME = ("reward/mean", "actor/grad_norm", "actor/policy_loss", "actor/reference_kl", "actor/mismatch_max")
 
 
@@ -55,12 +57,15 @@ class SleepingPolicy(PolicyEngine):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_a_model_trained_in_shifts_becomes_what_it_becomes_without(
     make_store: Callable[[str, str], StoreUnderTest],
     store: StoreUnderTest,
     tmp_path: Path,
     make_settings: Callable[..., RunSettings],
+    num_ranks: int,
 ) -> None:
+    """With two ranks of the actor there are two rollouts, each of which gets its weights from a rank of its own."""
     model = write_qwen3(tmp_path / "model", vocab=288)
     write_tokenizer(model)
 
@@ -68,7 +73,12 @@ async def test_a_model_trained_in_shifts_becomes_what_it_becomes_without(
         sections: dict[str, Any] = {
             "run": {"num_steps": NUM_STEPS, "checkpoint_every_steps": 2},
             "model": {"path": str(model), "dtype": "float32"},
-            "actor": {"address": f"127.0.0.1:{free_port()}", "num_threads": 1, "optimizer": {"learning_rate": 1e-3}},
+            "actor": {
+                "address": f"127.0.0.1:{free_port()}",
+                "num_ranks": num_ranks,
+                "num_threads": 1,
+                "optimizer": {"learning_rate": 1e-3},
+            },
             "sampling": {"num_responses": 2, "max_tokens": 8},
             "algorithm": {
                 "groups_per_batch": 4,
@@ -83,18 +93,25 @@ async def test_a_model_trained_in_shifts_becomes_what_it_becomes_without(
         of_its_own = make_store(store.url, f"{store.run}-{name}")
         async with twin_run(of_its_own, tmp_path / name, make_settings, score=score, **sections) as run:
             config = write_config(run.settings)
-            engine = SleepingPolicy(model)
+            engines = [SleepingPolicy(model) for _ in range(num_ranks)]
             environment = {"ROLECALL_STORE_URL": store.url}
-            actor = [each._replace(environment=environment) for each in ranks_together(config, 1)]
+            actor = [each._replace(environment=environment) for each in ranks_together(config, num_ranks)]
             reference = [Command([str(config), "--name", "ref"], "reference", environment)]
-            try:
-                async with started(config, actor), started(config, reference, "reference"), run.controller() as life:
-                    async with run.rollout("rollout-0", engine=engine):
-                        await life.ends()
-            finally:
-                await engine.close()
-            assert engine.num_bytes == [0] * len(engine.num_bytes)
-            assert (len(engine.num_bytes) >= NUM_STEPS) == in_shifts
+            async with AsyncExitStack() as stack:
+                for engine in engines:
+                    stack.push_async_callback(engine.close)
+                trainer = await stack.enter_async_context(started(config, actor))
+                await stack.enter_async_context(started(config, reference, "reference"))
+                life = await stack.enter_async_context(run.controller())
+                for number, engine in enumerate(engines):
+                    await stack.enter_async_context(run.rollout(f"rollout-{number}", engine=engine))
+                await life.ends()
+                roots = [text for log in trainer.logs for text in log.read_text().splitlines() if OVER_MEMORY in text]
+            for engine in engines:
+                assert engine.num_bytes == [0] * len(engine.num_bytes)
+                assert (len(engine.num_bytes) >= NUM_STEPS) == in_shifts
+            served = {text.rpartition(" ranks ")[2] for text in roots}
+            assert served >= ({"[1]", "[2]"} if in_shifts and num_ranks == 2 else {str([*range(1, 1 + num_ranks)])})
             assert run.newest().step == NUM_STEPS
         return run.metrics()
 
