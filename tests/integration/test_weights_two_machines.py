@@ -29,3 +29,9 @@ def test_where_shared_memory_was_asked_for_the_rollout_elsewhere_names_itself(tm
     assert (sent["error"], here["error"]) == ("CHANNEL_BROKEN", "CHANNEL_BROKEN")
     assert there["error"] == "NOT_ON_THIS_DEVICE"
     assert "does not see the memory of the actor's machine" in sent["message"]
+
+
+def test_with_a_root_on_either_machine_no_weight_leaves_one(tmp_path: Path) -> None:
+    process = Talking(tmp_path / "log", publish_to_two_machines, False, 2)
+    sent, here, there = (process.line() for _ in range(3))
+    assert here == there == {"channel": "SharedReceiver", "digest": sent["digest"]}

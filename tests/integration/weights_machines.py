@@ -1,6 +1,7 @@
 """Two machines for the weight channel, as far as the network goes: two network namespaces and a cable between them.
 
 python -m tests.integration.weights_machines ADDRESS RANK      a receiver, which says a line of JSON
+python -m tests.integration.weights_machines ADDRESS 0         a further root
 """
 
 import json
@@ -16,33 +17,37 @@ import torch
 from rolecall.errors import RoleCallError
 from rolecall.weights.channel import join
 from rolecall.weights.manifest import build_manifest
-from rolecall.weights.publisher import Publisher
+from rolecall.weights.publisher import FurtherRoot, Publisher
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.transfer import Reception, agreed_manifest
 from tests.forks import saying
 from tests.integration.weights_receivers import MEET_S, enter_namespace
 
 HERE, THERE = "10.99.0.1", "10.99.0.2"
+WEIGHTS = [("weight", torch.ones(1000))]
+MANIFEST = build_manifest(WEIGHTS, 1024)
 
 
-def publish_to_two_machines(pipe: Connection, or_gloo: bool) -> None:
+def publish_to_two_machines(pipe: Connection, or_gloo: bool, num_roots: int = 1) -> None:
     """Publishes as `weights.backend: shared`, or with `or_gloo` as where nothing is said, to a receiver on this machine
-    and to one on another. Says what became of the publish and of either.
+    and to one on another, where a second root is if `num_roots` says so. Says what became of the publish and of either.
     """
     say = saying(pipe)
     enter_namespace()
-    weights, manifest = [("weight", torch.ones(1000))], build_manifest([("weight", torch.ones(1000))], 1024)
     there = _Machine()
     root = Publisher(torch.device("cpu"))
-    address = root.open(1, 3, HERE, "shared", MEET_S, or_gloo=or_gloo)
+    address = root.open(1, 3, HERE, "shared", MEET_S, or_gloo=or_gloo, num_roots=num_roots)
+    further = [_start(there.command, address, 0) for _ in range(1, num_roots)]
     receivers = [_start((), address, 1), _start(there.command, address, 2)]
     try:
-        sent = root.publish(iter(weights), manifest, epoch=1, policy_version=1, bucket_timeout_s=MEET_S)
+        sent = root.publish(iter(WEIGHTS), MANIFEST, epoch=1, policy_version=1, bucket_timeout_s=MEET_S)
         say({"digest": sent.digest})
     except RoleCallError as error:
         say({"error": error.reason, "message": error.message})
     for process in receivers:
         say(json.loads(process.communicate(timeout=MEET_S)[0].splitlines()[-1]))
+    for process in further:
+        process.wait(MEET_S)
     root.close()
     there.close()
 
@@ -92,5 +97,14 @@ def _receive(address: str, rank: int) -> dict[str, str]:
         rendezvous.close()
 
 
+def _send_beside(address: str) -> None:
+    root = FurtherRoot(torch.device("cpu"))
+    root.stand_by(1, address, 3, 1, MEET_S)
+    root.publish(iter(WEIGHTS), MANIFEST, epoch=1, bucket_timeout_s=MEET_S)
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_receive(sys.argv[1], int(sys.argv[2]))) + "\n")
+    if sys.argv[2] == "0":
+        _send_beside(sys.argv[1])
+    else:
+        sys.stdout.write(json.dumps(_receive(sys.argv[1], int(sys.argv[2]))) + "\n")

@@ -23,6 +23,7 @@ from rolecall.weights.channel import Channel, join
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.rendezvous import Rendezvous
+from rolecall.weights.shared_memory.meeting import socket_of
 from rolecall.weights.transfer import Reception, agreed_manifest
 from tests.forks import saying
 
@@ -94,7 +95,7 @@ def stalling_sender(pipe: Connection, backend: WeightBackend) -> None:
 def stranger(pipe: Connection, address: str) -> None:
     """Comes for the shared memory of epoch 1 as another user, and says what it was given."""
     rendezvous = Rendezvous(address, 1, 1, MEET_S)
-    name = rendezvous.take("shared/socket", MEET_S).decode()
+    name = rendezvous.take(socket_of(0), MEET_S).split()[0].decode()
     os.setuid(_NOBODY)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as root:
         root.settimeout(MEET_S)

@@ -19,6 +19,7 @@ from rolecall.errors import ChannelBrokenError, NotOnThisDeviceError
 from rolecall.weights.channel import Channel, GlooChannel, join
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.rendezvous import Rendezvous, RendezvousServer
+from rolecall.weights.shared_memory.meeting import PROOF, socket_of
 from rolecall.weights.shared_memory.ring import CHUNK_BYTES, NONCE_BYTES, NUM_SLOTS, Ring, SharedReceiver, SharedRoot
 from rolecall.weights.transfer import Reception, agreed_manifest, offer_manifest, send
 
@@ -106,13 +107,13 @@ def test_a_receiver_can_neither_write_to_the_memory_nor_change_its_size() -> Non
 
 def elsewhere(rendezvous: Rendezvous, proof: bytes) -> Channel:
     """A receiver that cannot prove that it sees the root's memory, and meets as it is told."""
-    rendezvous.take("shared/socket", MEET_S)
+    rendezvous.take(socket_of(0), MEET_S)
     rendezvous.offer("shared/1", proof)
     assert rendezvous.take("shared/verdict", MEET_S) == b"gloo"
     return GlooChannel(rendezvous, 2, MEET_S)
 
 
-@pytest.mark.parametrize("proof", [b"none", b"", bytes(48)])
+@pytest.mark.parametrize("proof", [b"none", b"", bytes(PROOF.size), bytes(PROOF.size - 1)])
 def test_ranks_meet_over_gloo_when_one_does_not_prove_that_it_sees_the_memory(
     ranks: tuple[Rendezvous, Rendezvous], proof: bytes
 ) -> None:
@@ -134,10 +135,10 @@ def test_a_receiver_that_was_let_in_and_read_other_memory_has_no_proof(ranks: tu
     def reads_elsewhere() -> Channel:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
             door.settimeout(MEET_S)
-            door.connect(b"\0" + ranks[1].take("shared/socket", MEET_S))
+            door.connect(b"\0" + ranks[1].take(socket_of(0), MEET_S).split()[0])
             token, descriptors, _, _ = socket.recv_fds(door, 16, 1)
             os.close(descriptors[0])
-            return elsewhere(ranks[1], token + bytes(NONCE_BYTES))
+            return elsewhere(ranks[1], PROOF.pack(0, token, bytes(NONCE_BYTES), False))
 
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(reads_elsewhere)
@@ -158,7 +159,8 @@ def test_where_shared_memory_was_asked_for_a_receiver_without_it_names_itself(
     ranks: tuple[Rendezvous, Rendezvous],
 ) -> None:
     ranks[0].offer("shared/else", b"none")
-    ranks[0].offer("shared/socket", b"rolecall-weights-nobody")
+    ranks[0].offer("shared/roots", b"1")
+    ranks[0].offer(socket_of(0), b"rolecall-weights-nobody")
     with pytest.raises(NotOnThisDeviceError, match=r"this rollout does not see .* use weights\.backend: gloo"):
         join(ranks[1], 2, "shared", CPU, MEET_S)
     with pytest.raises(ChannelBrokenError, match="rank 1: this rollout does not see the memory"):

@@ -39,7 +39,7 @@ _TOKEN_BYTES = 16
 """Bytes of a connection's token, by which the root knows whose it is."""
 _CREDENTIALS = struct.Struct("3i")
 _NONE, _SHARED, _GLOO = b"none", b"shared", b"gloo"
-_PROOF = struct.Struct(f"<H{_TOKEN_BYTES}s{NONCE_BYTES}s?")
+PROOF = struct.Struct(f"<H{_TOKEN_BYTES}s{NONCE_BYTES}s?")
 """What a receiver says: the root that it came to, its token there, the nonce, and whether it opened the root's slots on
 a GPU.
 """
@@ -56,12 +56,11 @@ def meet(
     roots there are, and by `or_gloo` whether they may meet over Gloo; where not, NotOnThisDeviceError at a rank that
     sees no root's memory. ChannelBrokenError when they do not all come within `timeout_s`.
     """
-    deadline = time.monotonic() + timeout_s
     if rendezvous.rank > 0:
-        return _meet_as_receiver(rendezvous, world_size, device, deadline)
+        return _meet_as_receiver(rendezvous, world_size, device, time.monotonic() + timeout_s)
     rendezvous.offer("shared/else", _GLOO if or_gloo else _NONE)
     rendezvous.offer("shared/roots", str(num_roots).encode())
-    return _meet_as_root(rendezvous, world_size, device, deadline, 0)
+    return _meet_as_root(rendezvous, world_size, device, timeout_s, 0)
 
 
 def stand_by(
@@ -70,18 +69,19 @@ def stand_by(
     """Meets the other ranks as root `root`, not the first; None when no receiver came to it, or all meet over Gloo.
     Else as `meet`.
     """
-    return _meet_as_root(rendezvous, world_size, device, time.monotonic() + timeout_s, root)
+    return _meet_as_root(rendezvous, world_size, device, timeout_s, root)
 
 
 def _meet_as_root(
-    rendezvous: Rendezvous, world_size: int, device: torch.device, deadline: float, root: int
+    rendezvous: Rendezvous, world_size: int, device: torch.device, timeout_s: float, root: int
 ) -> SharedRoot | None:
+    deadline = time.monotonic() + timeout_s
     or_gloo = rendezvous.take("shared/else", _left(deadline)) == _GLOO
     with contextlib.ExitStack() as stack:
         try:
             door = _Door(device)
         except OSError as error:
-            rendezvous.offer(_socket_of(root), _NONE)
+            rendezvous.offer(socket_of(root), _NONE)
             if not or_gloo:
                 reason = f"the actor's machine gives no shared memory ({error}); {_REMEDY}"
                 raise NotOnThisDeviceError(reason) from error
@@ -90,12 +90,12 @@ def _meet_as_root(
             return None
         stack.callback(door.close)
         try:
-            rendezvous.offer(_socket_of(root), f"{door.name} {identity_of(device)}".encode())
-            if root > 0 and rendezvous.take(_socket_of(0), _left(deadline)) == _NONE:
+            rendezvous.offer(socket_of(root), f"{door.name} {identity_of(device)}".encode())
+            if root > 0 and rendezvous.take(socket_of(0), _left(deadline)) == _NONE:
                 return None
-            said = _said(rendezvous, world_size, door, deadline)
+            said = _said(rendezvous, world_size, door, timeout_s)
             peers = {rank: peer for rank, proof in said.items() if (peer := door.proven(proof, root)) is not None}
-            on_device = door.has_slots and all(_PROOF.unpack(said[rank])[3] for rank in peers)
+            on_device = door.has_slots and all(PROOF.unpack(said[rank])[3] for rank in peers)
             rendezvous.offer(_heard_by(root), _heard(list(peers), on_device=on_device))
             if _verdict(rendezvous, world_size, root, deadline, or_gloo) == _GLOO:
                 return None
@@ -107,13 +107,15 @@ def _meet_as_root(
             raise
 
 
-def _said(rendezvous: Rendezvous, world_size: int, door: "_Door", deadline: float) -> dict[int, bytes]:
+def _said(rendezvous: Rendezvous, world_size: int, door: "_Door", timeout_s: float) -> dict[int, bytes]:
     """The proofs of all receivers, by rank, while `door` lets them in. ChannelBrokenError."""
+    deadline = time.monotonic() + timeout_s
     keys = {rank: f"shared/{rank}" for rank in range(1, world_size)}
     while not rendezvous.has(keys.values()):
         if time.monotonic() > deadline:
             raise ChannelBrokenError(
-                "the ranks did not meet in time: not all receivers have said whether they see the actor's memory"
+                f"the ranks did not meet within {timeout_s:g} s: not all receivers have said whether they see the "
+                "actor's memory"
             )
         door.let_in(_POLL_S)
     return {rank: rendezvous.take(key, _left(deadline)) for rank, key in keys.items()}
@@ -142,7 +144,7 @@ def _meet_as_receiver(
 ) -> SharedReceiver | None:
     may_use_gloo = rendezvous.take("shared/else", _left(deadline)) == _GLOO
     num_roots = int(rendezvous.take("shared/roots", _left(deadline)))
-    sockets = [rendezvous.take(_socket_of(root), _left(deadline)) for root in range(num_roots)]
+    sockets = [rendezvous.take(socket_of(root), _left(deadline)) for root in range(num_roots)]
     entered = None
     for root in _nearest(sockets, device, rendezvous.rank):
         entered = entered or _enter(rendezvous, root, sockets[root].split()[0].decode(), device, deadline)
@@ -170,7 +172,7 @@ def _nearest(sockets: Sequence[bytes], device: torch.device, rank: int) -> list[
     return sorted(there, key=lambda root: (sockets[root].split()[1:] != [own], (root - rank) % len(sockets)))
 
 
-def _socket_of(root: int) -> str:
+def socket_of(root: int) -> str:
     """The key under which a root says its socket and the identity of its device."""
     return f"shared/socket/{root}"
 
@@ -225,9 +227,9 @@ class _Door:
     def proven(self, proof: bytes, root: int) -> socket.socket | None:
         """The connection of the receiver that says `proof`; None where it did not read this ring, root `root`'s."""
         assert self._ring is not None
-        if len(proof) != _PROOF.size:
+        if len(proof) != PROOF.size:
             return None
-        number, token, nonce, _ = _PROOF.unpack(proof)
+        number, token, nonce, _ = PROOF.unpack(proof)
         is_proof = number == root and secrets.compare_digest(nonce, self._ring.nonce)
         return self._by_token.get(token) if is_proof else None
 
@@ -265,7 +267,7 @@ class _Entered:
         """`stack` closes what there is; `number` is the root's."""
         self._stack, self._root, self._ring, self._on_device = stack, root, ring, on_device
         self.number = number
-        self.proof = _PROOF.pack(number, token, ring.nonce, on_device is not None)
+        self.proof = PROOF.pack(number, token, ring.nonce, on_device is not None)
 
     def hand_over(self, rendezvous: Rendezvous, world_size: int, *, on_device: bool) -> SharedReceiver:
         """The channel over them."""
