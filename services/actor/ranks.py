@@ -3,6 +3,7 @@ and no gRPC.
 """
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 
@@ -74,8 +75,8 @@ class ActorRanks(TrainerRanks):
         )
         self._publisher = Publisher(context.device) if context.group.is_leader else None
         # On shared devices the weights need not leave any: each rank has them all while they are gathered.
-        is_root = settings.takes_shifts and not context.group.is_leader
-        self._further = FurtherRoot(context.device) if is_root else None
+        self._num_roots = context.group.world_size if settings.takes_shifts else 1
+        self._further = FurtherRoot(context.device) if 0 < context.group.rank < self._num_roots else None
 
     def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> weights_pb2.OpenWeightChannelResponse:
         """WeightPublishingTrainer.open_channel; on rank 0, from any thread."""
@@ -89,28 +90,25 @@ class ActorRanks(TrainerRanks):
             backend,
             request.timeout_s,
             or_gloo=weights.backend is None,
-            num_roots=self.group.world_size if self.has_further_roots else 1,
+            num_roots=self._num_roots,
         )
         return weights_pb2.OpenWeightChannelResponse(address=address, backend=encode_backend(backend))
 
-    @property
-    def has_further_roots(self) -> bool:
-        """WeightPublishingTrainer.has_further_roots."""
-        return self._settings.takes_shifts and self.group.world_size > 1
-
     def call_roots(
         self, request: weights_pb2.OpenWeightChannelRequest, opened: weights_pb2.OpenWeightChannelResponse
-    ) -> None:
+    ) -> Callable[[], None] | None:
         """WeightPublishingTrainer.call_roots; on rank 0."""
-        if opened.backend == weights_pb2.WEIGHT_BACKEND_SHARED:
-            command = command_pb2.StandByCommand(
-                epoch=request.epoch,
-                address=opened.address,
-                world_size=request.world_size,
-                timeout_s=request.timeout_s,
-            )
+        if self._num_roots == 1 or opened.backend != weights_pb2.WEIGHT_BACKEND_SHARED:
+            return None
+        command = command_pb2.StandByCommand(
+            epoch=request.epoch, address=opened.address, world_size=request.world_size, timeout_s=request.timeout_s
+        )
+
+        def call() -> None:
             with self.group.leading(TrainerCommand(stand_by=command)):
                 pass  # rank 0 meets them since it opened the epoch
+
+        return call
 
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
         """WeightPublishingTrainer.publish; on rank 0."""

@@ -1,7 +1,7 @@
 """ActorService in gRPC: translates requests for the actor's calls and its weight channel. Reaches no torch."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol, TypeAlias
 
 import grpc
@@ -21,14 +21,12 @@ class WeightPublishingTrainer(Trainer, Protocol):
         publish. StaleEpochError.
         """
 
-    @property
-    def has_further_roots(self) -> bool:
-        """Whether other ranks of the actor may send, too."""
-
     def call_roots(
         self, request: weights_pb2.OpenWeightChannelRequest, opened: weights_pb2.OpenWeightChannelResponse
-    ) -> None:
-        """Has them meet the receivers of the epoch that was just `opened`, if they send in it."""
+    ) -> Callable[[], None] | None:
+        """The work for the device thread that has further ranks meet the receivers of the epoch that was just `opened`;
+        None where rank 0 sends alone.
+        """
 
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
         """Sends the weights. OutOfOrderError, StaleEpochError, StaleVersionError, ChannelBrokenError."""
@@ -60,9 +58,10 @@ class ActorServicer(actor_pb2_grpc.ActorServiceServicer):
     ) -> weights_pb2.OpenWeightChannelResponse:
         await self._calls.fence.check(request.ctl)
         opened = await asyncio.to_thread(self._actor.open_channel, request)
-        if self._actor.has_further_roots:
+        call_roots = self._actor.call_roots(request, opened)
+        if call_roots is not None:
             # A publish that is stuck in the epoch before has just been ended; devices that are shared do nothing else.
-            await self._calls.device_thread.run(lambda: self._actor.call_roots(request, opened), "publishing")
+            await self._calls.device_thread.run(call_roots, "publishing")
         return opened
 
     async def PublishWeights(

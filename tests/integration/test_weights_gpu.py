@@ -18,7 +18,7 @@ from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.rendezvous import RendezvousServer
 from tests.forks import Talking
-from tests.integration.weights_receivers import MEET_S, receiver
+from tests.integration.weights_receivers import MEET_S, further_root, receiver, seeded_weights
 from tests.nccl_hosts import as_host
 
 pytestmark = pytest.mark.gpu
@@ -86,6 +86,29 @@ def test_where_one_receiver_is_on_cpus_all_take_the_weights_from_host_memory(tmp
     finally:
         for other in others:
             other.kill()
+    root.close()
+
+
+@needs_a_gpu
+def test_with_a_root_on_each_gpu_every_receiver_takes_the_weights_from_its_own(tmp_path: Path) -> None:
+    """Where there is one GPU, both roots are on it."""
+    places = ["cuda:0", f"cuda:{torch.cuda.device_count() - 1}"]
+    root, weights = Publisher(torch.device(places[0])), seeded_weights(places[0])
+    address = root.open(1, 3, "127.0.0.1", "shared", MEET_S, num_roots=2)
+    further = Talking(tmp_path / "further", further_root, address, 3, places[1])
+    others = [
+        Talking(tmp_path / str(rank), receiver, address, 1, rank, 3, 30.0, None, "shared", place)
+        for rank, place in enumerate(places, start=1)
+    ]
+    try:
+        manifest = build_manifest(weights, 2**20)
+        sent = root.publish(iter(weights), manifest, epoch=1, policy_version=1, bucket_timeout_s=30)
+        assert further.line() == "sent"
+        said = [other.line() for other in others]
+        assert [(each["digest"], each["device"]) for each in said] == [(sent.digest, place) for place in places]
+    finally:
+        for process in (further, *others):
+            process.kill()
     root.close()
 
 

@@ -21,7 +21,7 @@ from rolecall.training.ranks.watch import RankWatch
 from rolecall.training.serving.hooks import UNWATCHED
 from rolecall.weights.channel import Channel, join
 from rolecall.weights.manifest import build_manifest
-from rolecall.weights.publisher import Publisher
+from rolecall.weights.publisher import FurtherRoot, Publisher
 from rolecall.weights.rendezvous import Rendezvous
 from rolecall.weights.shared_memory.meeting import socket_of
 from rolecall.weights.transfer import Reception, agreed_manifest
@@ -75,6 +75,21 @@ def receiver(
     finally:
         channel.close()
         rendezvous.close()
+
+
+def seeded_weights(device: str) -> list[tuple[str, torch.Tensor]]:
+    """64 MB, the same in each process."""
+    generator = torch.Generator().manual_seed(0)
+    return [(f"w{i}", torch.randn(1000, 1000, generator=generator).to(device)) for i in range(16)]
+
+
+def further_root(pipe: Connection, address: str, world_size: int, device: str) -> None:
+    """Sends `seeded_weights` beside the root of epoch 1 at `address`, as root 1, and says when it has."""
+    root, weights = FurtherRoot(torch.device(device)), seeded_weights(device)
+    root.stand_by(1, address, world_size, 1, MEET_S)
+    root.publish(iter(weights), build_manifest(weights, 2**20), epoch=1, bucket_timeout_s=MEET_S)
+    saying(pipe)("sent")
+    time.sleep(600)  # whoever closes a root ends the epoch, and the others may still send
 
 
 def stalling_sender(pipe: Connection, backend: WeightBackend) -> None:

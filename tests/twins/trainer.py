@@ -213,6 +213,11 @@ class ActorTwin(TrainerTwin):
     def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> weights_pb2.OpenWeightChannelResponse:
         return weights_pb2.OpenWeightChannelResponse(address="127.0.0.1:1", backend=weights_pb2.WEIGHT_BACKEND_GLOO)
 
+    def call_roots(
+        self, request: weights_pb2.OpenWeightChannelRequest, opened: weights_pb2.OpenWeightChannelResponse
+    ) -> None:
+        return None
+
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
         step = self.applied.step
         if request.step != step:

@@ -16,7 +16,7 @@ from rolecall.weights.channel import join
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import FurtherRoot, Publisher
 from rolecall.weights.rendezvous import Rendezvous
-from rolecall.weights.shared_memory.ring import SharedReceiver
+from rolecall.weights.shared_memory.ring import SharedReceiver, SharedRoot
 from rolecall.weights.transfer import Reception, agreed_manifest
 from rolecall.weights.transferred import Transferred
 
@@ -86,7 +86,8 @@ class Roots:
 
     def close(self) -> None:
         """Ends them."""
-        for root in (self.first, *self.further):
+        self.first.close()
+        for root in self.further:
             root.close()
         self._pool.shutdown()
 
@@ -153,10 +154,14 @@ def test_receivers_of_one_machine_spread_over_its_roots() -> None:
         receivers = [pool.submit(receive, address, 1, rank, 7) for rank in range(1, 7)]
         actor.stand_by(1, address)
         first, further = actor.publish(1, 1)
-        for each in (first, *further, *receivers):
-            each.result(MEET_S)
-        served = [root._channel.result(MEET_S) for root in (actor.first, *actor.further)]
-        assert [sorted(channel._peers) for channel in served if channel is not None] == [[3, 6], [1, 4], [2, 5]]
+        first.result(MEET_S)
+        for gathered in further:
+            gathered.result(MEET_S)
+        for receiver in receivers:
+            receiver.result(MEET_S)
+        served = [actor.first._channel.result(MEET_S), *(root._channel.result(MEET_S) for root in actor.further)]
+        ranks = [sorted(channel._peers) for channel in served if isinstance(channel, SharedRoot)]
+        assert ranks == [[3, 6], [1, 4], [2, 5]]
 
 
 def test_a_receiver_of_a_further_root_that_takes_nothing_ends_the_epoch_for_all_and_is_named() -> None:
