@@ -28,7 +28,7 @@ from rolecall.v1 import weights_pb2
 from rolecall.weights.channel import Channel, join, stand_by
 from rolecall.weights.deltas.base import Base
 from rolecall.weights.rendezvous import Rendezvous, RendezvousServer
-from rolecall.weights.transfer import offer_manifest, send, send_beside
+from rolecall.weights.transfer import agreed_manifest, offer_manifest, send, send_beside
 from rolecall.weights.transferred import Transferred
 
 logger = logging.getLogger(__name__)
@@ -252,34 +252,22 @@ class FurtherRoot(_Epochs[Channel | None]):
         rendezvous = Rendezvous(address, epoch, world_size - 1 + root, min(timeout_s, _REACH_S))
         self._begin(rendezvous, lambda: stand_by(rendezvous, world_size, self._device, timeout_s, root), timeout_s)
 
-    def publish(
-        self,
-        weights: Iterator[tuple[str, torch.Tensor]],
-        manifest: weights_pb2.WeightManifest,
-        *,
-        epoch: int,
-        bucket_timeout_s: float,
-    ) -> None:
+    def publish(self, weights: Iterator[tuple[str, torch.Tensor]], *, epoch: int, bucket_timeout_s: float) -> None:
         """Sends `weights` to the receivers that came here, and runs them to their end in any case."""
         with self._lock:
             is_called = epoch == self._epoch
         try:
             channel = self._met(*self._opened(epoch)) if is_called else None  # rank 0 may send alone
             if channel is not None:
-                self._send(channel, weights, manifest, bucket_timeout_s)
+                self._send(channel, weights, bucket_timeout_s)
         except RoleCallError as error:
             logger.warning("epoch %d of the weight channel: not all is sent from here: %s", epoch, error.message)
         for _ in weights:  # producing them is a collective of the actor's ranks
             pass
 
-    def _send(
-        self,
-        channel: Channel,
-        weights: Iterator[tuple[str, torch.Tensor]],
-        manifest: weights_pb2.WeightManifest,
-        bucket_timeout_s: float,
-    ) -> None:
+    def _send(self, channel: Channel, weights: Iterator[tuple[str, torch.Tensor]], bucket_timeout_s: float) -> None:
         try:
+            manifest = agreed_manifest(channel.rendezvous, bucket_timeout_s)
             send_beside(channel, weights, manifest, bucket_timeout_s)
         except RoleCallError as error:
             channel.rendezvous.abort(error.message)

@@ -185,9 +185,7 @@ class ActorRanks(TrainerRanks):
         with self.context.memory.phase("publish"):
             weights = self.context.engine.named_weights()
             if self._further is not None:
-                self._further.publish(
-                    weights, self._manifest, epoch=command.epoch, bucket_timeout_s=command.bucket_timeout_s
-                )
+                self._further.publish(weights, epoch=command.epoch, bucket_timeout_s=command.bucket_timeout_s)
             for _ in weights:
                 pass
 

@@ -5,27 +5,31 @@ while they sleep.
 vLLM gives no memory up on CPUs. What arrives after a sleep came over the real channel, or it would not be a number.
 """
 
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings
+from rolecall.weights.transferred import Transferred
 from tests.chaos.scorer import score
 from tests.fixtures_store import StoreUnderTest
 from tests.ports import free_port
 from tests.tiny_models import write_qwen3
 from tests.tiny_tokenizer import write_tokenizer
 from tests.twins.channel_engine import PolicyEngine
-from tests.twins.processes import Command, ranks_together, started
-from tests.twins.run import twin_run
+from tests.twins.processes import Command, TrainerProcesses, ranks_together, started
+from tests.twins.run import Life, TwinRun, balance, twin_run
 
 NUM_STEPS = 3
+WITHIN_S = 200.0
 OVER_MEMORY = "over shared memory to ranks"
 SAME = ("reward/mean", "actor/grad_norm", "actor/policy_loss", "actor/reference_kl", "actor/mismatch_max")
 
@@ -56,6 +60,63 @@ class SleepingPolicy(PolicyEngine):
             torch.empty(0).set_(storage).fill_(torch.nan)
 
 
+class HoldingPolicy(SleepingPolicy):
+    """A policy whose second weights wait, sent and not taken, until `may_take` is set."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(model)
+        self.is_sent_to, self.may_take = asyncio.Event(), asyncio.Event()
+
+    async def receive(self, epoch: int, policy_version: int, bucket_timeout_s: float) -> Transferred:
+        if policy_version > 1:
+            self.is_sent_to.set()
+            await self.may_take.wait()  # bounded: by the test's own time
+        return await super().receive(epoch, policy_version, bucket_timeout_s)
+
+
+def sections_of(model: Path, *, in_shifts: bool, num_ranks: int) -> dict[str, Any]:
+    """A run of a reference and an actor of `num_ranks` ranks."""
+    return {
+        "run": {"num_steps": NUM_STEPS, "checkpoint_every_steps": 2},
+        "model": {"path": str(model), "dtype": "float32"},
+        "actor": {
+            "address": f"127.0.0.1:{free_port()}",
+            "num_ranks": num_ranks,
+            "num_threads": 1,
+            "optimizer": {"learning_rate": 1e-3},
+        },
+        "sampling": {"num_responses": 2, "max_tokens": 8},
+        "algorithm": {
+            "groups_per_batch": 4,
+            "num_minibatches": 2,
+            "kl": {"reference": "ref", "kl_coef": 0.1, "placement": "loss"},
+        },
+        "references": {"ref": {"address": f"127.0.0.1:{free_port()}", "offload": in_shifts or None}},
+        "rollout": {"sleep_mode": in_shifts, "max_groups": 4},
+        # the machine may be busy with other tests
+        "controller": {"lease_s": 30.0, "start_timeout_s": 300.0, "stall_timeout_s": 100.0},
+    }
+
+
+@asynccontextmanager
+async def under_way(
+    run: TwinRun, engines: Sequence[SleepingPolicy], environment: dict[str, str]
+) -> AsyncIterator[tuple[TrainerProcesses, Life]]:
+    """The run with a rollout for each of `engines`: its actor, and its controller."""
+    config, num_ranks = write_config(run.settings), run.settings.actor.num_ranks
+    actor = [each._replace(environment=environment) for each in ranks_together(config, num_ranks)]
+    reference = [Command([str(config), "--name", "ref"], "reference", environment)]
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            stack.push_async_callback(engine.close)
+        trainer = await stack.enter_async_context(started(config, actor))
+        await stack.enter_async_context(started(config, reference, "reference"))
+        life = await stack.enter_async_context(run.controller())
+        for number, engine in enumerate(engines):
+            await stack.enter_async_context(run.rollout(f"rollout-{number}", engine=engine))
+        yield trainer, life
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_a_model_trained_in_shifts_becomes_what_it_becomes_without(
@@ -70,41 +131,11 @@ async def test_a_model_trained_in_shifts_becomes_what_it_becomes_without(
     write_tokenizer(model)
 
     async def run_of(name: str, *, in_shifts: bool) -> list[dict[str, float]]:
-        sections: dict[str, Any] = {
-            "run": {"num_steps": NUM_STEPS, "checkpoint_every_steps": 2},
-            "model": {"path": str(model), "dtype": "float32"},
-            "actor": {
-                "address": f"127.0.0.1:{free_port()}",
-                "num_ranks": num_ranks,
-                "num_threads": 1,
-                "optimizer": {"learning_rate": 1e-3},
-            },
-            "sampling": {"num_responses": 2, "max_tokens": 8},
-            "algorithm": {
-                "groups_per_batch": 4,
-                "num_minibatches": 2,
-                "kl": {"reference": "ref", "kl_coef": 0.1, "placement": "loss"},
-            },
-            "references": {"ref": {"address": f"127.0.0.1:{free_port()}", "offload": in_shifts or None}},
-            "rollout": {"sleep_mode": in_shifts, "max_groups": 4},
-            # the machine may be busy with other tests
-            "controller": {"lease_s": 30.0, "start_timeout_s": 300.0, "stall_timeout_s": 100.0},
-        }
+        sections = sections_of(model, in_shifts=in_shifts, num_ranks=num_ranks)
         of_its_own = make_store(store.url, f"{store.run}-{name}")
         async with twin_run(of_its_own, tmp_path / name, make_settings, score=score, **sections) as run:
-            config = write_config(run.settings)
             engines = [SleepingPolicy(model) for _ in range(num_ranks)]
-            environment = {"ROLECALL_STORE_URL": store.url}
-            actor = [each._replace(environment=environment) for each in ranks_together(config, num_ranks)]
-            reference = [Command([str(config), "--name", "ref"], "reference", environment)]
-            async with AsyncExitStack() as stack:
-                for engine in engines:
-                    stack.push_async_callback(engine.close)
-                trainer = await stack.enter_async_context(started(config, actor))
-                await stack.enter_async_context(started(config, reference, "reference"))
-                life = await stack.enter_async_context(run.controller())
-                for number, engine in enumerate(engines):
-                    await stack.enter_async_context(run.rollout(f"rollout-{number}", engine=engine))
+            async with under_way(run, engines, {"ROLECALL_STORE_URL": store.url}) as (trainer, life):
                 await life.ends()
                 roots = [text for log in trainer.logs for text in log.read_text().splitlines() if OVER_MEMORY in text]
             for engine in engines:
@@ -122,3 +153,33 @@ async def test_a_model_trained_in_shifts_becomes_what_it_becomes_without(
         # The reference computes groups as they land, or a batch: its rows are packed, and rounded, in another way.
         alike = {name: pytest.approx(alone[name], rel=1e-4, abs=1e-5) for name in SAME}
         assert {name: together[name] for name in SAME} == alike
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_a_rank_that_is_killed_while_all_of_them_send_costs_its_run_time_alone(
+    store: StoreUnderTest, tmp_path: Path, make_settings: Callable[..., RunSettings], lost: int
+) -> None:
+    model = write_qwen3(tmp_path / "model", vocab=288)
+    write_tokenizer(model)
+    sections = sections_of(model, in_shifts=True, num_ranks=2)
+    environment = {"ROLECALL_STORE_URL": store.url}
+    async with twin_run(store, tmp_path / "run", make_settings, score=score, **sections) as run:
+        engines = [HoldingPolicy(model) for _ in range(2)]
+        async with under_way(run, engines, environment) as (trainer, life):
+            for engine in engines:
+                await asyncio.wait_for(engine.is_sent_to.wait(), WITHIN_S)
+            (torchrun,) = trainer.processes
+            ranks = psutil.Process(torchrun.pid).children()
+            (rank,) = (each for each in ranks if each.environ().get("RANK") == str(lost))
+            rank.kill()
+            await trainer.ended(WITHIN_S)
+            for engine in engines:
+                engine.may_take.set()
+            config = run.settings.run.dir / "config.yaml"
+            again = [each._replace(environment=environment) for each in ranks_together(config, 2)]
+            async with started(config, again) as successor:
+                await life.ends()
+                assert OVER_MEMORY in successor.said()
+        assert run.newest().step == NUM_STEPS
+        assert balance(run)[1] == NUM_STEPS * run.settings.algorithm.groups_per_batch

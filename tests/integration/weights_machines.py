@@ -100,7 +100,7 @@ def _receive(address: str, rank: int) -> dict[str, str]:
 def _send_beside(address: str) -> None:
     root = FurtherRoot(torch.device("cpu"))
     root.stand_by(1, address, 3, 1, MEET_S)
-    root.publish(iter(WEIGHTS), MANIFEST, epoch=1, bucket_timeout_s=MEET_S)
+    root.publish(iter(WEIGHTS), epoch=1, bucket_timeout_s=MEET_S)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def further_root(pipe: Connection, address: str, world_size: int, device: str) -
     """Sends `seeded_weights` beside the root of epoch 1 at `address`, as root 1, and says when it has."""
     root, weights = FurtherRoot(torch.device(device)), seeded_weights(device)
     root.stand_by(1, address, world_size, 1, MEET_S)
-    root.publish(iter(weights), build_manifest(weights, 2**20), epoch=1, bucket_timeout_s=MEET_S)
+    root.publish(iter(weights), epoch=1, bucket_timeout_s=MEET_S)
     saying(pipe)("sent")
     time.sleep(600)  # whoever closes a root ends the epoch, and the others may still send
 

@@ -32,7 +32,8 @@ def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
     return [(f"layer.{i}", torch.randn(7 * i + 1, 13, generator=generator)) for i in range(12)]
 
 
-MANIFEST = build_manifest(weights(), 1024)
+# as of `weights.deltas`, which an epoch over shared memory does without
+MANIFEST = build_manifest(weights(), 1024, deltas=True)
 
 
 class Roots:
@@ -81,7 +82,7 @@ class Roots:
                 gathered.append(name)
                 yield name, tensor
 
-        root.publish(gather(), MANIFEST, epoch=epoch, bucket_timeout_s=timeout_s)
+        root.publish(gather(), epoch=epoch, bucket_timeout_s=timeout_s)
         return gathered
 
     def close(self) -> None:
@@ -122,6 +123,13 @@ def receive(
         return received, type(channel).__name__
     finally:
         rendezvous.close()
+
+
+def until_broken(named: list[tuple[str, torch.Tensor]], other: Future[None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As gathered by a rank whose second tensor waits for the other rank."""
+    yield named[0]
+    other.result(MEET_S)
+    yield from named[1:]
 
 
 @pytest.mark.parametrize(("num_roots", "num_receivers"), [(2, 3), (3, 3), (4, 2)])
@@ -190,7 +198,7 @@ def test_a_receiver_of_a_further_root_that_takes_nothing_ends_the_epoch_for_all_
         first = pool.submit(
             actor.first.publish, together(), manifest, epoch=1, policy_version=1, bucket_timeout_s=SHORT_S
         )
-        further = pool.submit(actor.further[0].publish, together(), manifest, epoch=1, bucket_timeout_s=SHORT_S)
+        further = pool.submit(actor.further[0].publish, together(), epoch=1, bucket_timeout_s=SHORT_S)
         with pytest.raises(ChannelBrokenError, match=r"ranks \[1\].*a bucket took more than") as failure:
             first.result(2 * MEET_S)
         assert failure.value.details["ranks"] == "1"
@@ -213,10 +221,11 @@ def test_a_receiver_of_a_further_root_that_dies_ends_the_epoch_for_all() -> None
         dead, other = pool.submit(die, address), pool.submit(receive, address, 1, 2, 3)
         actor.stand_by(1, address)
         dead.result(MEET_S)
-        further = pool.submit(actor.further[0].publish, iter(big), manifest, epoch=1, bucket_timeout_s=MEET_S)
-        further.result(MEET_S)
+        further = pool.submit(actor.further[0].publish, iter(big), epoch=1, bucket_timeout_s=MEET_S)
         with pytest.raises(ChannelBrokenError, match="rank 1 closed its end"):
-            actor.first.publish(iter(big), manifest, epoch=1, policy_version=1, bucket_timeout_s=MEET_S)
+            actor.first.publish(
+                until_broken(big, further), manifest, epoch=1, policy_version=1, bucket_timeout_s=MEET_S
+            )
         with pytest.raises(ChannelBrokenError, match="rank 1 closed its end"):
             other.result(MEET_S)
 
