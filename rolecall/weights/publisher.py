@@ -204,7 +204,7 @@ class Publisher(_Epochs[Channel]):
         policy_version: int,
         bucket_timeout_s: float,
     ) -> Transferred:
-        with self._lock:
+        with self._lock:  # bounded: nothing inside waits
             rendezvous, meeting = self._opened(epoch)
             if (policy_version, epoch) <= self._last_sent:
                 version, over = self._last_sent
