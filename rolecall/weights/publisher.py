@@ -55,6 +55,13 @@ class _Epochs(Generic[C]):
         self._channel: Future[C] = Future()
         self._meeting_deadline = 0.0
 
+    def end_before(self, epoch: int) -> None:
+        """Aborts the open epoch if it is lower than `epoch`, from any thread, as `abort` does."""
+        with self._lock:
+            rendezvous = self._rendezvous
+        if rendezvous is not None and rendezvous.epoch < epoch:
+            rendezvous.abort(f"epoch {epoch} was opened")
+
     def _claim(self, epoch: int) -> None:
         """Aborts the epoch before. StaleEpochError for one not higher than all before."""
         with self._lock:
@@ -196,6 +203,20 @@ class Publisher(_Epochs[Channel]):
                 pass
             raise
 
+    def require(self, epoch: int, policy_version: int) -> None:
+        """StaleEpochError, StaleVersionError where `publish` would refuse these, before it and other ranks begin."""
+        with self._lock:  # bounded: nothing inside waits
+            self._opened(epoch)
+            self._require_newer(epoch, policy_version)
+
+    def _require_newer(self, epoch: int, policy_version: int) -> None:
+        if (policy_version, epoch) <= self._last_sent:
+            version, over = self._last_sent
+            raise StaleVersionError(
+                f"policy version {policy_version} is lower than {version}, or went out over epoch {over} already; "
+                "versions never go back"
+            )
+
     def _publish(
         self,
         weights: Iterator[tuple[str, torch.Tensor]],
@@ -206,12 +227,7 @@ class Publisher(_Epochs[Channel]):
     ) -> Transferred:
         with self._lock:  # bounded: nothing inside waits
             rendezvous, meeting = self._opened(epoch)
-            if (policy_version, epoch) <= self._last_sent:
-                version, over = self._last_sent
-                raise StaleVersionError(
-                    f"policy version {policy_version} is lower than {version}, or went out over epoch {over} already; "
-                    "versions never go back"
-                )
+            self._require_newer(epoch, policy_version)
             self._last_sent = (policy_version, epoch)
             agreed, base = self._manifest, self._base
         channel = self._met(rendezvous, meeting)
@@ -226,19 +242,14 @@ class Publisher(_Epochs[Channel]):
         try:
             return send(channel, weights, agreed, bucket_timeout_s, base)
         except RoleCallError as error:
-            late = rendezvous.laggards(channel.world_size)
-            rendezvous.abort(error.message)
-            message = (
-                f"policy version {policy_version} did not reach every receiver (fewest buckets: ranks "
-                f"{late}): {error.message}"
-            )
-            raise type(error)(message, ranks=",".join(map(str, late))) from error
+            raise _broken(channel, error) from error
 
 
 class FurtherRoot(_Epochs[Channel | None]):
     """Another rank of the actor as a root of rank 0's epochs: it sends the same to the receivers on its GPU or machine.
 
-    It answers to nobody: what it fails to send its receivers lack, and what ends the epoch ends it for all ranks.
+    What ends the epoch ends it for all ranks. Ranks compare how their publishes ended (CommandGroup.agree): rank 0's is
+    over when all are.
     """
 
     def stand_by(self, epoch: int, address: str, world_size: int, root: int, timeout_s: float) -> None:
@@ -253,22 +264,32 @@ class FurtherRoot(_Epochs[Channel | None]):
         self._begin(rendezvous, lambda: stand_by(rendezvous, world_size, self._device, timeout_s, root), timeout_s)
 
     def publish(self, weights: Iterator[tuple[str, torch.Tensor]], *, epoch: int, bucket_timeout_s: float) -> None:
-        """Sends `weights` to the receivers that came here, and runs them to their end in any case."""
-        with self._lock:
-            is_called = epoch == self._epoch
+        """Sends `weights` to the receivers that came here; blocks until the last bucket. Nothing is sent over an epoch
+        for which this root was not called.
+
+        `weights` is always run to its end, and errors are as in Publisher.publish.
+        """
         try:
-            channel = self._met(*self._opened(epoch)) if is_called else None  # rank 0 may send alone
+            with self._lock:  # bounded: nothing inside waits
+                opened = self._opened(epoch) if epoch == self._epoch else None
+            channel = self._met(*opened) if opened is not None else None
             if channel is not None:
                 self._send(channel, weights, bucket_timeout_s)
-        except RoleCallError as error:
-            logger.warning("epoch %d of the weight channel: not all is sent from here: %s", epoch, error.message)
-        for _ in weights:  # producing them is a collective of the actor's ranks
-            pass
+        finally:
+            for _ in weights:
+                pass
 
     def _send(self, channel: Channel, weights: Iterator[tuple[str, torch.Tensor]], bucket_timeout_s: float) -> None:
         try:
             manifest = agreed_manifest(channel.rendezvous, bucket_timeout_s)
             send_beside(channel, weights, manifest, bucket_timeout_s)
         except RoleCallError as error:
-            channel.rendezvous.abort(error.message)
-            raise
+            raise _broken(channel, error) from error
+
+
+def _broken(channel: Channel, error: RoleCallError) -> RoleCallError:
+    """Ends the epoch in which `error` came up; the same error, with the receivers that are behind."""
+    late = channel.rendezvous.laggards(channel.world_size)
+    channel.rendezvous.abort(error.message)
+    message = f"the weights did not reach every receiver (fewest buckets: ranks {late}): {error.message}"
+    return type(error)(message, ranks=",".join(map(str, late)))

@@ -3,7 +3,6 @@ and no gRPC.
 """
 
 import logging
-from collections.abc import Callable
 
 import numpy as np
 
@@ -78,8 +77,18 @@ class ActorRanks(TrainerRanks):
         self._num_roots = context.group.world_size if settings.takes_shifts else 1
         self._further = FurtherRoot(context.device) if 0 < context.group.rank < self._num_roots else None
 
+    @property
+    def all_ranks_send(self) -> bool:
+        """WeightPublishingTrainer.all_ranks_send."""
+        return self._num_roots > 1
+
+    def end_before(self, epoch: int) -> None:
+        """WeightPublishingTrainer.end_before; on rank 0, from any thread."""
+        assert self._publisher is not None
+        self._publisher.end_before(epoch)
+
     def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> weights_pb2.OpenWeightChannelResponse:
-        """WeightPublishingTrainer.open_channel; on rank 0, from any thread."""
+        """WeightPublishingTrainer.open_channel; on rank 0, from any thread unless all ranks send."""
         assert self._publisher is not None
         weights = self._settings.weights
         backend = self._settings.weight_backend(receivers_on_gpus=request.receivers_on_gpus)
@@ -92,23 +101,13 @@ class ActorRanks(TrainerRanks):
             or_gloo=weights.backend is None,
             num_roots=self._num_roots,
         )
-        return weights_pb2.OpenWeightChannelResponse(address=address, backend=encode_backend(backend))
-
-    def call_roots(
-        self, request: weights_pb2.OpenWeightChannelRequest, opened: weights_pb2.OpenWeightChannelResponse
-    ) -> Callable[[], None] | None:
-        """WeightPublishingTrainer.call_roots; on rank 0."""
-        if self._num_roots == 1 or opened.backend != weights_pb2.WEIGHT_BACKEND_SHARED:
-            return None
-        command = command_pb2.StandByCommand(
-            epoch=request.epoch, address=opened.address, world_size=request.world_size, timeout_s=request.timeout_s
-        )
-
-        def call() -> None:
+        if self.all_ranks_send and backend == "shared":
+            command = command_pb2.StandByCommand(
+                epoch=request.epoch, address=address, world_size=request.world_size, timeout_s=request.timeout_s
+            )
             with self.group.leading(TrainerCommand(stand_by=command)):
-                pass  # rank 0 meets them since it opened the epoch
-
-        return call
+                pass  # rank 0 meets them already
+        return weights_pb2.OpenWeightChannelResponse(address=address, backend=encode_backend(backend))
 
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
         """WeightPublishingTrainer.publish; on rank 0."""
@@ -123,6 +122,7 @@ class ActorRanks(TrainerRanks):
                 f"version {request.policy_version} is not higher than {self.applied.policy_version}, nor the weights "
                 "that this is the version of; versions never go back"
             )
+        self._publisher.require(request.epoch, request.policy_version)
         token_ids = (
             decode_tensor(request.probe.token_ids, "probe.token_ids").astype("<i4")
             if request.HasField("probe")
@@ -137,13 +137,16 @@ class ActorRanks(TrainerRanks):
         with self.group.leading(TrainerCommand(publish=command)):
             probe = self._begin_publish(command)
         self.applied = self.applied.after_publish(request.policy_version)
+        publisher = self._publisher
         with self.context.memory.phase("publish"):
-            sent = self._publisher.publish(
-                self.context.engine.named_weights(),
-                self._manifest,
-                epoch=request.epoch,
-                policy_version=request.policy_version,
-                bucket_timeout_s=request.bucket_timeout_s,
+            sent = self.group.agree(
+                lambda: publisher.publish(
+                    self.context.engine.named_weights(),
+                    self._manifest,
+                    epoch=request.epoch,
+                    policy_version=request.policy_version,
+                    bucket_timeout_s=request.bucket_timeout_s,
+                )
             )
         return actor_pb2.PublishWeightsResponse(
             fingerprints=encode_fingerprints(sent.fingerprints),
@@ -182,12 +185,23 @@ class ActorRanks(TrainerRanks):
         """Gathers with rank 0, which sends; and sends, too, where this rank is a root."""
         self._begin_publish(command)
         self.applied = self.applied.after_publish(command.policy_version)
-        with self.context.memory.phase("publish"):
+
+        def gather() -> None:
             weights = self.context.engine.named_weights()
             if self._further is not None:
                 self._further.publish(weights, epoch=command.epoch, bucket_timeout_s=command.bucket_timeout_s)
             for _ in weights:
                 pass
+
+        with self.context.memory.phase("publish"):
+            self.group.agree(gather)
+
+    def follow(self) -> bool:
+        """TrainerRanks.follow; leaves the weight channel at the end, however that comes."""
+        try:
+            return super().follow()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Ends the weight channel; from any thread."""

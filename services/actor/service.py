@@ -1,7 +1,7 @@
 """ActorService in gRPC: translates requests for the actor's calls and its weight channel. Reaches no torch."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, Protocol, TypeAlias
 
 import grpc
@@ -16,17 +16,15 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 class WeightPublishingTrainer(Trainer, Protocol):
     """A trainer that can hand its weights out."""
 
-    def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> weights_pb2.OpenWeightChannelResponse:
-        """Says where and how the ranks meet; called beside the device thread, so that a new epoch can end a stuck
-        publish. StaleEpochError.
-        """
+    @property
+    def all_ranks_send(self) -> bool:
+        """Whether the ranks open an epoch together, on the device thread; else rank 0 opens it beside that."""
 
-    def call_roots(
-        self, request: weights_pb2.OpenWeightChannelRequest, opened: weights_pb2.OpenWeightChannelResponse
-    ) -> Callable[[], None] | None:
-        """The work for the device thread that has further ranks meet the receivers of the epoch that was just `opened`;
-        None where rank 0 sends alone.
-        """
+    def end_before(self, epoch: int) -> None:
+        """Ends what is sent over an earlier epoch; called beside the device thread, which it frees."""
+
+    def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> weights_pb2.OpenWeightChannelResponse:
+        """Says where and how the ranks meet. StaleEpochError."""
 
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
         """Sends the weights. OutOfOrderError, StaleEpochError, StaleVersionError, ChannelBrokenError."""
@@ -57,12 +55,10 @@ class ActorServicer(actor_pb2_grpc.ActorServiceServicer):
         self, request: weights_pb2.OpenWeightChannelRequest, context: Context
     ) -> weights_pb2.OpenWeightChannelResponse:
         await self._calls.fence.check(request.ctl)
-        opened = await asyncio.to_thread(self._actor.open_channel, request)
-        call_roots = self._actor.call_roots(request, opened)
-        if call_roots is not None:
-            # A publish that is stuck in the epoch before has just been ended; devices that are shared do nothing else.
-            await self._calls.device_thread.run(call_roots, "publishing")
-        return opened
+        await asyncio.to_thread(self._actor.end_before, request.epoch)
+        if self._actor.all_ranks_send:
+            return await self._calls.device_thread.run(lambda: self._actor.open_channel(request), "publishing")
+        return await asyncio.to_thread(self._actor.open_channel, request)
 
     async def PublishWeights(
         self, request: actor_pb2.PublishWeightsRequest, context: Context

@@ -6,6 +6,7 @@ vLLM gives no memory up on CPUs. What arrives after a sleep came over the real c
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 
 from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings
+from rolecall.weights.transfer import Reception, agreed_manifest
 from rolecall.weights.transferred import Transferred
 from tests.chaos.scorer import score
 from tests.fixtures_store import StoreUnderTest
@@ -30,6 +32,8 @@ from tests.twins.run import Life, TwinRun, balance, twin_run
 
 NUM_STEPS = 3
 WITHIN_S = 200.0
+BUCKET_S, SLOW_S = 6.0, 3.5
+"""Deadline of a bucket, and what a slow rollout takes for each: for two of them it takes longer than that."""
 OVER_MEMORY = "over shared memory to ranks"
 SAME = ("reward/mean", "actor/grad_norm", "actor/policy_loss", "actor/reference_kl", "actor/mismatch_max")
 
@@ -72,6 +76,19 @@ class HoldingPolicy(SleepingPolicy):
             self.is_sent_to.set()
             await self.may_take.wait()  # bounded: by the test's own time
         return await super().receive(epoch, policy_version, bucket_timeout_s)
+
+
+class SlowPolicy(SleepingPolicy):
+    """A policy that takes most of a bucket's deadline for each bucket."""
+
+    def _load(self, timeout_s: float) -> Transferred:
+        assert self._channel is not None
+        manifest = agreed_manifest(self._channel.rendezvous, timeout_s)
+        reception = Reception(self._channel, manifest, timeout_s, self._base)
+        for named in reception:
+            time.sleep(SLOW_S)
+            self._model.load_state_dict(dict(named), strict=False)
+        return reception.result()
 
 
 def sections_of(model: Path, *, in_shifts: bool, num_ranks: int) -> dict[str, Any]:
@@ -183,3 +200,23 @@ async def test_a_rank_that_is_killed_while_all_of_them_send_costs_its_run_time_a
                 assert OVER_MEMORY in successor.said()
         assert run.newest().step == NUM_STEPS
         assert balance(run)[1] == NUM_STEPS * run.settings.algorithm.groups_per_batch
+
+
+@pytest.mark.timeout(600)
+async def test_a_rollout_that_is_slow_to_take_what_another_rank_sends_is_waited_for(
+    store: StoreUnderTest, tmp_path: Path, make_settings: Callable[..., RunSettings]
+) -> None:
+    """Rank 0 has sent all by then, and its own rollout has it: the publish is over when all ranks have."""
+    model = write_qwen3(tmp_path / "model", vocab=288)
+    write_tokenizer(model)
+    sections = sections_of(model, in_shifts=True, num_ranks=2)
+    sections["run"] = {"num_steps": 1}
+    sections["weights"] = {"bucket_bytes": 2**16, "bucket_timeout_s": BUCKET_S}
+    async with twin_run(store, tmp_path / "run", make_settings, score=score, **sections) as run:
+        engines = [SlowPolicy(model), SleepingPolicy(model)]
+        async with under_way(run, engines, {"ROLECALL_STORE_URL": store.url}) as (trainer, life):
+            await life.ends()
+            said = trainer.said()
+        assert run.newest().step == 1
+    # one epoch, which every publish went over
+    assert said.count(OVER_MEMORY) == 2, said

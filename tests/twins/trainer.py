@@ -210,13 +210,13 @@ class ActorTwin(TrainerTwin):
         sum_squared_probs = row["response_mask"].astype(np.float32) / 2
         return {"old_logprobs": row["rollout_logprobs"], "sum_squared_probs": sum_squared_probs}
 
+    all_ranks_send = False
+
+    def end_before(self, epoch: int) -> None:
+        pass
+
     def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> weights_pb2.OpenWeightChannelResponse:
         return weights_pb2.OpenWeightChannelResponse(address="127.0.0.1:1", backend=weights_pb2.WEIGHT_BACKEND_GLOO)
-
-    def call_roots(
-        self, request: weights_pb2.OpenWeightChannelRequest, opened: weights_pb2.OpenWeightChannelResponse
-    ) -> None:
-        return None
 
     def publish(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
         step = self.applied.step

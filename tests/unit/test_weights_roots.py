@@ -5,12 +5,12 @@ lost receiver, a late root and a newer epoch come to.
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
 
-from rolecall.errors import ChannelBrokenError, StaleEpochError
+from rolecall.errors import ChannelBrokenError, StaleEpochError, StaleVersionError
 from rolecall.settings import WeightBackend
 from rolecall.weights.channel import join
 from rolecall.weights.manifest import build_manifest
@@ -75,6 +75,7 @@ class Roots:
         )
 
     def _beside(self, root: FurtherRoot, epoch: int, timeout_s: float, seed: int) -> list[str]:
+        """The names that were gathered, also where not all of them were sent."""
         gathered: list[str] = []
 
         def gather() -> Iterator[tuple[str, torch.Tensor]]:
@@ -82,7 +83,8 @@ class Roots:
                 gathered.append(name)
                 yield name, tensor
 
-        root.publish(gather(), epoch=epoch, bucket_timeout_s=timeout_s)
+        with suppress(ChannelBrokenError):
+            root.publish(gather(), epoch=epoch, bucket_timeout_s=timeout_s)
         return gathered
 
     def close(self) -> None:
@@ -126,9 +128,10 @@ def receive(
 
 
 def until_broken(named: list[tuple[str, torch.Tensor]], other: Future[None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """As gathered by a rank whose second tensor waits for the other rank."""
+    """As gathered by a rank whose second tensor waits for the other rank, whose receiver is gone."""
     yield named[0]
-    other.result(MEET_S)
+    with pytest.raises(ChannelBrokenError, match="rank 1 closed its end"):
+        other.result(MEET_S)
     yield from named[1:]
 
 
@@ -202,7 +205,8 @@ def test_a_receiver_of_a_further_root_that_takes_nothing_ends_the_epoch_for_all_
         with pytest.raises(ChannelBrokenError, match=r"ranks \[1\].*a bucket took more than") as failure:
             first.result(2 * MEET_S)
         assert failure.value.details["ranks"] == "1"
-        further.result(MEET_S)
+        with pytest.raises(ChannelBrokenError, match=r"ranks \[1\].*a bucket took more than"):
+            further.result(MEET_S)
         with pytest.raises(ChannelBrokenError, match="a bucket took more than"):
             other.result(MEET_S)
         release.set()
@@ -266,3 +270,25 @@ def test_an_epoch_of_which_a_further_root_was_not_told_is_gathered_and_not_sent(
         first, further = actor.publish(1, 1)
         assert first.result(MEET_S).digest == receiver.result(MEET_S)[0][0][1].digest
         assert further[0].result(MEET_S) == [name for name, _ in weights()]
+
+
+def test_what_rank_0_would_refuse_to_publish_is_known_before_the_others_begin() -> None:
+    with roots(1) as actor:
+        actor.open(1, 0)
+        actor.first.require(1, 5)
+        actor.first.publish(iter(weights()), MANIFEST, epoch=1, policy_version=5, bucket_timeout_s=MEET_S)
+        with pytest.raises(StaleVersionError):
+            actor.first.require(1, 5)
+        with pytest.raises(StaleEpochError):
+            actor.first.require(2, 6)
+
+
+def test_an_earlier_epoch_can_be_ended_before_the_new_one_is_opened() -> None:
+    with roots(1) as actor, ThreadPoolExecutor(1) as pool:
+        address = actor.open(3, 2)
+        receiver = pool.submit(receive, address, 3, 1, 3)  # the other never comes
+        actor.first.end_before(3)
+        assert not receiver.done()
+        actor.first.end_before(4)
+        with pytest.raises(ChannelBrokenError, match="epoch 4 was opened"):
+            receiver.result(MEET_S)

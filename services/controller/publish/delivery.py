@@ -113,7 +113,9 @@ class Delivery:
         request = weights_pb2.OpenWeightChannelRequest(
             ctl=self._ctl, epoch=number, world_size=world_size, timeout_s=timeout_s, receivers_on_gpus=on_gpus
         )
-        opened = await self._actor.OpenWeightChannel(request, timeout=timeout_s)
+        # in shifts the actor's ranks open it together, once all have left what they were sending
+        answer_s = self._settings.weights.publish_timeout_s if self._settings.takes_shifts else timeout_s
+        opened = await self._actor.OpenWeightChannel(request, timeout=answer_s)
 
         def meet(rollout: Rollout) -> Awaitable[weights_pb2.JoinWeightChannelResponse]:
             rank = 1 + ranks.index(rollout.consumer)
