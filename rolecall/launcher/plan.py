@@ -209,10 +209,7 @@ def _lock(directory: Path) -> int:
 
 
 def resolve(settings: RunSettings) -> RunSettings:
-    """`settings` with an address for every role and server, free ports of loopback for local ones. ConfigError when
-    roles that take shifts on shared devices are not all local.
-    """
-    _require_local_shifts(settings)
+    """`settings` with an address for every role and server, free ports of loopback for local ones."""
     servers = settings.reward.servers
     ports = _free_ports(4 + len(settings.references) + len(servers))
     reward = settings.reward.model_copy(
@@ -227,24 +224,6 @@ def resolve(settings: RunSettings) -> RunSettings:
     if settings.critic is not None:
         changes["critic"] = _placed(settings.critic, ports)
     return settings.model_copy(update=changes)
-
-
-def _require_local_shifts(settings: RunSettings) -> None:
-    if not settings.takes_shifts:
-        return
-    sections: dict[str, AddressSection | None] = {
-        "controller": settings.controller,
-        "actor": settings.actor,
-        "critic": settings.critic,
-        **{f"references.{name}": settings.references[name] for name in settings.references_in_shifts},
-    }
-    elsewhere = [name for name, section in sections.items() if section is not None and section.address is not None]
-    if elsewhere or not settings.rollout.num_replicas:
-        raise ConfigError(
-            "rollout.sleep_mode: rollouts and trainers that take turns on devices are started by one `rolecall train`, "
-            f"with its controller; remove {elsewhere[0] + '.address' if elsewhere else 'rollout.num_replicas 0'}, or "
-            "give each role its own devices"
-        )
 
 
 def write_config(settings: RunSettings | SftSettings) -> Path:

@@ -6,7 +6,6 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from rolecall.errors import ConfigError
 from rolecall.launcher.plan import resolve, write_config
 from rolecall.manifests import pods
 from rolecall.settings import load_settings
@@ -105,13 +104,51 @@ def test_what_cannot_share_a_gpu_is_refused_in_words(make_settings: MakeSettings
         make_settings(**sections)
 
 
-def test_who_takes_shifts_is_started_by_one_launcher(make_settings: MakeSettings) -> None:
-    for sections in ({"actor": {"address": "elsewhere:1"}}, {"controller": {"address": "elsewhere:1"}}):
-        with pytest.raises(ConfigError, match=r"started by one `rolecall train`.*remove \w+\.address"):
-            resolve(make_settings(**sections, rollout={"sleep_mode": True}))
+EIGHT = list(range(8))
+OVER_TWO_MACHINES: dict[str, Any] = {
+    "actor": {"address": "one:1", "devices": EIGHT, "num_ranks": 16},
+    "rollout": {
+        "sleep_mode": True,
+        "num_replicas": 0,
+        "tensor_parallel_size": 4,
+        "devices": [[0, 1, 2, 3], [4, 5, 6, 7]] * 2,
+    },
+}
+
+
+def test_a_file_says_of_several_machines_that_actor_and_rollouts_share_their_gpus(make_settings: MakeSettings) -> None:
     kl = {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}
-    elsewhere = {"algorithm": kl, "references": {"ref": {"address": "elsewhere:1", "offload": True}}}
-    with pytest.raises(ConfigError, match=r"remove references\.ref\.address"):
-        resolve(make_settings(**elsewhere, rollout={"sleep_mode": True}))
-    with pytest.raises(ConfigError, match=r"remove rollout\.num_replicas 0"):
-        resolve(make_settings(rollout={"sleep_mode": True, "num_replicas": 0}))
+    reference = {"address": "one:2", "devices": [0], "offload": True}
+    settings = make_settings(**OVER_TWO_MACHINES, algorithm=kl, references={"ref": reference})
+    assert settings.takes_shifts
+    assert settings.references_in_shifts == ("ref",)
+    assert settings.weight_backend(receivers_on_gpus=True) == "shared"
+    apart = {**OVER_TWO_MACHINES["rollout"], "sleep_mode": None}
+    assert not make_settings(actor=OVER_TWO_MACHINES["actor"], rollout=apart).takes_shifts, "of other machines"
+
+
+def test_a_launcher_starts_the_rollouts_of_its_machine_beside_ranks_on_several(make_settings: MakeSettings) -> None:
+    rollout = {**OVER_TWO_MACHINES["rollout"], "num_replicas": 2}
+    critic = {"address": "one:2", "devices": EIGHT, "num_ranks": 16}
+    settings = resolve(make_settings(**GAE, actor=OVER_TWO_MACHINES["actor"], rollout=rollout, critic=critic))
+    assert settings.rollout.local_devices == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert settings.actor.address == "one:1"
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "told"),
+    [
+        ("rollout", {"devices": [[0, 1, 2, 3], [4, 5, 6, 7]]}, "names GPU 0 1 times, and the 16 ranks .* name it 2"),
+        ("rollout", {"devices": [[0, 1, 2, 3], [4, 5, 6, 7]] * 3}, "names GPU 0 3 times, .* on 2 machines"),
+        ("rollout", {"devices": [[0, 1, 2, 3]] * 2}, "share some and not others, or none; .*leave rollout.sleep_mode"),
+        ("rollout", {"devices": [[8, 9]] * 2}, "share some and not others, or none"),
+        ("rollout", {"devices": []}, r"the GPUs of rollout.devices \[\] share some and not others, or none"),
+        ("actor", {"num_ranks": 12}, r"actor\.num_ranks 12 is no multiple of the 8 GPUs"),
+        ("weights", {"backend": "nccl"}, r"weights\.backend nccl: NCCL cannot have"),
+    ],
+)
+def test_gpus_of_several_machines_are_all_shared_or_none(
+    make_settings: MakeSettings, section: str, keys: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValidationError, match=told):
+        make_settings(**OVER_TWO_MACHINES | {section: {**OVER_TWO_MACHINES.get(section, {}), **keys}})

@@ -1,9 +1,11 @@
 """The GPUs of a run's local roles: which role has which, whether rollouts and trainers share them, and whether there is
 a list of them for each rollout.
 
-A role with an `address` runs elsewhere, and so do rollouts where num_replicas is 0: their devices are other machines'.
+A role with an `address` runs elsewhere, and so do rollouts where num_replicas is 0: their devices are other machines',
+and whether they are the same ones is not seen but said, by rollout.sleep_mode.
 """
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rolecall.settings.section import ServiceSection
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
 def shares_devices(settings: "RunSettings") -> bool:
     """Whether rollouts share GPUs with the trainers. ValueError where a GPU is given to roles that cannot share it."""
     rollouts, others = _rollouts(settings), _others(settings)
-    shared = set(rollouts) & set(others.get("actor", ()))
+    gpus = _gpus_of_rollouts(settings)
+    shared = gpus & set(others.get("actor", ()))
     owners: dict[int, list[str]] = {}
     for name, devices in others.items():
         for device in devices:
@@ -28,17 +31,19 @@ def shares_devices(settings: "RunSettings") -> bool:
             raise _given_twice(device, names[0], names[1])
         if device in rollouts and not together:
             raise _given_twice(device, names[0], rollouts[device])
-    if shared:
-        _check_shared(settings, set(rollouts), others)
+    if shared or _are_apart_in_shifts(settings):
+        _check_shared(settings, gpus, others)
+    if _are_apart_in_shifts(settings):
+        _check_machines(settings)
     return bool(shared)
 
 
 def references_beside(settings: "RunSettings") -> dict[str, "ReferenceSection"]:
     """The references, `offload` set where one is on GPUs of the rollouts and says nothing of it."""
-    rollouts, others = _rollouts(settings), _others(settings)
+    gpus, others = _gpus_of_rollouts(settings), _others(settings)
     return {
         name: section.model_copy(update={"offload": True})
-        if section.offload is None and set(rollouts) & set(others.get(f"references.{name}", ()))
+        if section.offload is None and gpus & set(others.get(f"references.{name}", ()))
         else section
         for name, section in settings.references.items()
     }
@@ -55,12 +60,28 @@ def check_offload(settings: "RunSettings") -> None:
 
 
 def check_num_replicas(settings: "RunSettings") -> None:
-    """ValueError where rollouts on GPUs of this machine are not as many as their lists of GPUs."""
-    if settings.rollout.local_devices and len(settings.rollout.devices) != settings.rollout.num_replicas:
+    """ValueError where rollouts on GPUs of this machine are not as many as their lists of GPUs. In shifts over several
+    machines further lists are those of rollouts on the others.
+    """
+    num_lists, num_replicas = len(settings.rollout.devices), settings.rollout.num_replicas
+    if _are_apart_in_shifts(settings) and num_lists > num_replicas:
+        return
+    if settings.rollout.local_devices and num_lists != num_replicas:
         raise ValueError(
-            f"rollout.devices has {len(settings.rollout.devices)} entries, rollout.num_replicas is "
-            f"{settings.rollout.num_replicas}; make them equal"
+            f"rollout.devices has {num_lists} entries, rollout.num_replicas is {num_replicas}; make them equal"
         )
+
+
+def _are_apart_in_shifts(settings: "RunSettings") -> bool:
+    """Whether the file says that actor and rollouts take shifts on GPUs, and not all of them are on this machine."""
+    is_apart = settings.actor.address is not None or not settings.rollout.num_replicas
+    return is_apart and settings.takes_shifts and bool(settings.actor.devices or settings.rollout.devices)
+
+
+def _gpus_of_rollouts(settings: "RunSettings") -> set[int]:
+    """Returns those with which the actor's are compared, by the numbers of each machine."""
+    lists = settings.rollout.devices if _are_apart_in_shifts(settings) else settings.rollout.local_devices
+    return {device for devices in lists for device in devices}
 
 
 def _rollouts(settings: "RunSettings") -> dict[int, str]:
@@ -79,8 +100,9 @@ def _others(settings: "RunSettings") -> dict[str, tuple[int, ...]]:
     sections |= {"critic": settings.critic} if settings.critic else {}
     sections |= {f"references.{name}": section for name, section in settings.references.items()}
     servers = {f"reward.servers.{name}": section for name, section in settings.reward.servers.items()}
+    together = {"actor"} if _are_apart_in_shifts(settings) else set[str]()
     return {
-        **{name: section.devices for name, section in sections.items() if section.address is None},
+        **{name: each.devices for name, each in sections.items() if each.address is None or name in together},
         **{name: section.gpus for name, section in servers.items() if section.address is None},
     }
 
@@ -88,9 +110,10 @@ def _others(settings: "RunSettings") -> dict[str, tuple[int, ...]]:
 def _check_shared(settings: "RunSettings", rollouts: set[int], others: dict[str, tuple[int, ...]]) -> None:
     """All of them are shared, or none: while one side works, the other is off the GPUs altogether."""
     if set(others["actor"]) != rollouts:
+        remedy = ", and leave rollout.sleep_mode out" if settings.takes_shifts else ""
         raise ValueError(
             f"actor.devices {list(others['actor'])} and the GPUs of rollout.devices {sorted(rollouts)} share some and "
-            "not others; give both the same GPUs, or each its own"
+            f"not others, or none; give both the same GPUs, or each its own{remedy}"
         )
     apart = set(others.get("critic", ())) - rollouts
     if apart and len(apart) < len(set(others["critic"])):
@@ -108,6 +131,24 @@ def _check_shared(settings: "RunSettings", rollouts: set[int], others: dict[str,
             f"weights.backend nccl: NCCL cannot have the actor and a rollout on one GPU, and they share {min(rollouts)}"
             "; leave it out"
         )
+
+
+def _check_machines(settings: "RunSettings") -> None:
+    """ValueError unless, on each machine of the actor's, each of its GPUs is one rollout's."""
+    actor, lists = settings.actor, settings.rollout.devices
+    num_machines, odd = divmod(actor.num_ranks, len(actor.devices))
+    if odd:
+        raise ValueError(
+            f"actor.num_ranks {actor.num_ranks} is no multiple of the {len(actor.devices)} GPUs that actor.devices "
+            "names of each of its machines; give each rank one"
+        )
+    for device, number in Counter(device for devices in lists for device in devices).items():
+        if number != num_machines:
+            raise ValueError(
+                f"rollout.devices names GPU {device} {number} times, and the {actor.num_ranks} ranks of the actor, "
+                f"which takes turns with rollouts on it, are on {num_machines} machines with a GPU {device}; name it "
+                f"{num_machines} times, in a list of a rollout on each"
+            )
 
 
 def _given_twice(device: int, first: str, second: str) -> ValueError:
