@@ -66,9 +66,10 @@ _OF_AN_ATTEMPT = (
     "tensorboard",
     "memory",
     "checkpoints",
-    SHIFTS,
 )
-"""Files of one attempt, beside the store and the logs, which go on."""
+"""Files of one attempt, beside the store and the logs, which go on. The locks of shifts stay, too: roles on other
+machines may have them open.
+"""
 
 _Service = TypeVar("_Service", bound=AddressSection)
 
@@ -138,12 +139,12 @@ def holds_a_run(directory: Path) -> bool:
 
 def _require_ours(directory: Path) -> None:
     """RunExistsError when the directory holds something, and no run was started there. The root of a fresh volume
-    holds `lost+found`.
+    holds `lost+found`, and roles that were started by hand may wait for their shift before there is a run.
     """
     if not directory.is_dir() or (directory / "identity.json").is_file():
         return
     for path in sorted(directory.iterdir()):
-        if path.name not in ("logs", "lost+found") and not _is_of_tokens(path):
+        if path.name not in ("logs", "lost+found", SHIFTS) and not _is_of_tokens(path):
             raise RunExistsError(
                 f"run.dir {directory} holds {path.name}, and no run was started there; name another with --run.dir, or "
                 "move what is in it elsewhere"
