@@ -31,9 +31,9 @@ def shares_devices(settings: "RunSettings") -> bool:
             raise _given_twice(device, names[0], names[1])
         if device in rollouts and not together:
             raise _given_twice(device, names[0], rollouts[device])
-    if shared or _are_apart_in_shifts(settings):
+    if shared or settings.takes_shifts_apart:
         _check_shared(settings, gpus, others)
-    if _are_apart_in_shifts(settings):
+    if settings.takes_shifts_apart:
         _check_machines(settings)
     return bool(shared)
 
@@ -64,7 +64,7 @@ def check_num_replicas(settings: "RunSettings") -> None:
     machines further lists are those of rollouts on the others.
     """
     num_lists, num_replicas = len(settings.rollout.devices), settings.rollout.num_replicas
-    if _are_apart_in_shifts(settings) and num_lists > num_replicas:
+    if settings.takes_shifts_apart and num_lists > num_replicas:
         return
     if settings.rollout.local_devices and num_lists != num_replicas:
         raise ValueError(
@@ -72,15 +72,9 @@ def check_num_replicas(settings: "RunSettings") -> None:
         )
 
 
-def _are_apart_in_shifts(settings: "RunSettings") -> bool:
-    """Whether the file says that actor and rollouts take shifts on GPUs, and not all of them are on this machine."""
-    is_apart = settings.actor.address is not None or not settings.rollout.num_replicas
-    return is_apart and settings.takes_shifts and bool(settings.actor.devices or settings.rollout.devices)
-
-
 def _gpus_of_rollouts(settings: "RunSettings") -> set[int]:
     """Returns those with which the actor's are compared, by the numbers of each machine."""
-    lists = settings.rollout.devices if _are_apart_in_shifts(settings) else settings.rollout.local_devices
+    lists = settings.rollout.devices if settings.takes_shifts_apart else settings.rollout.local_devices
     return {device for devices in lists for device in devices}
 
 
@@ -100,7 +94,7 @@ def _others(settings: "RunSettings") -> dict[str, tuple[int, ...]]:
     sections |= {"critic": settings.critic} if settings.critic else {}
     sections |= {f"references.{name}": section for name, section in settings.references.items()}
     servers = {f"reward.servers.{name}": section for name, section in settings.reward.servers.items()}
-    together = {"actor"} if _are_apart_in_shifts(settings) else set[str]()
+    together = {"actor"} if settings.takes_shifts_apart else set[str]()
     return {
         **{name: each.devices for name, each in sections.items() if each.address is None or name in together},
         **{name: section.gpus for name, section in servers.items() if section.address is None},
