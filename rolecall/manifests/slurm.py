@@ -143,6 +143,7 @@ def _require_an_allocation(tree: dict[str, Any], settings: RunSettings, local: l
             f"rollout.devices has {len(devices)} entries, rollout.num_replicas is {replicas}; name the GPUs of each "
             "replica on its node"
         )
+    settings.require_same_gpus()
     if not devices:
         check_cpu_sleep(settings)
     if agents_port(settings) is not None:

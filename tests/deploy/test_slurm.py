@@ -175,7 +175,7 @@ def test_each_role_shows_its_numbers_on_a_port_of_its_own(tmp_path: Path) -> Non
         ("actor", {"address": "elsewhere:9001"}, "actor.address: the job has its own actor"),
         ("rpc", {"behind_mesh": True}, "rpc.behind_mesh: the roles of a job of Slurm have no sidecars"),
         ("rollout", {"devices": [[0]], "num_replicas": 2}, "rollout.devices has 1 entries, rollout.num_replicas is 2"),
-        ("rollout", {"devices": [[0]], "sleep_mode": True}, "actor.devices [] and the GPUs of rollout.devices [0]"),
+        ("rollout", {"devices": [[0]], "sleep_mode": True}, "actor.devices is [], and those of rollout.devices are"),
         ("rollout", {"sleep_mode": True}, "rollout.sleep_mode: vLLM gives memory up on GPUs only"),
         ("environments", {"a": {"address": "localhost:1"}}, "environments.a.address localhost:1 is each rollout's own"),
         ("rollout", {"endpoint_bind": "0.0.0.0:2"}, "rollout.endpoint_bind: rollouts of a job share nodes"),

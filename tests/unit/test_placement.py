@@ -6,6 +6,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from rolecall.errors import ConfigError
 from rolecall.launcher.plan import resolve, write_config
 from rolecall.manifests import pods
 from rolecall.settings import load_settings
@@ -140,15 +141,35 @@ def test_a_launcher_starts_the_rollouts_of_its_machine_beside_ranks_on_several(m
     [
         ("rollout", {"devices": [[0, 1, 2, 3], [4, 5, 6, 7]]}, "names GPU 0 1 times, and the 16 ranks .* name it 2"),
         ("rollout", {"devices": [[0, 1, 2, 3], [4, 5, 6, 7]] * 3}, "names GPU 0 3 times, .* on 2 machines"),
-        ("rollout", {"devices": [[0, 1, 2, 3]] * 2}, "share some and not others, or none; .*leave rollout.sleep_mode"),
-        ("rollout", {"devices": [[8, 9]] * 2}, "share some and not others, or none"),
-        ("rollout", {"devices": []}, r"the GPUs of rollout.devices \[\] share some and not others, or none"),
+        ("rollout", {"devices": [[0, 1, 2, 3]] * 2}, "take turns on the same GPUs, .* give both the same"),
+        ("rollout", {"devices": [[8, 9]] * 2}, r"and those of rollout\.devices are \[8, 9\]"),
+        ("rollout", {"devices": []}, r"and those of rollout\.devices are \[\]"),
+        ("actor", {"devices": []}, r"actor\.devices is \[\], and those"),
         ("actor", {"num_ranks": 12}, r"actor\.num_ranks 12 is no multiple of the 8 GPUs"),
-        ("weights", {"backend": "nccl"}, r"weights\.backend nccl: NCCL cannot have"),
     ],
 )
 def test_gpus_of_several_machines_are_all_shared_or_none(
     make_settings: MakeSettings, section: str, keys: dict[str, Any], told: str
 ) -> None:
-    with pytest.raises(ValidationError, match=told):
-        make_settings(**OVER_TWO_MACHINES | {section: {**OVER_TWO_MACHINES.get(section, {}), **keys}})
+    make_settings(**OVER_TWO_MACHINES).require_same_gpus()
+    settings = make_settings(**OVER_TWO_MACHINES | {section: {**OVER_TWO_MACHINES[section], **keys}})
+    with pytest.raises(ConfigError, match=told):
+        settings.require_same_gpus()
+
+
+def test_a_rollout_that_is_added_to_a_run_in_shifts_may_have_gpus_of_its_own(make_settings: MakeSettings) -> None:
+    resolved = resolve(make_settings(**SHARED))
+    resolved.require_same_gpus()
+    added = {**resolved.rollout.model_dump(), "num_replicas": 0, "devices": [[4]]}
+    assert make_settings(actor=resolved.actor.model_dump(), rollout=added).takes_shifts
+
+
+def test_nccl_has_no_two_ranks_on_a_gpu_of_several_machines_either(make_settings: MakeSettings) -> None:
+    with pytest.raises(ValidationError, match=r"weights\.backend nccl: NCCL cannot have"):
+        make_settings(**OVER_TWO_MACHINES, weights={"backend": "nccl"})
+
+
+def test_a_run_begins_with_all_rollouts_that_share_gpus_of_several_machines(make_settings: MakeSettings) -> None:
+    assert make_settings(**OVER_TWO_MACHINES).num_first_rollouts == 4
+    assert make_settings(rollout={"num_replicas": 0, "sleep_mode": True}).num_first_rollouts == 1
+    assert make_settings(rollout={"num_replicas": 2}).num_first_rollouts == 2

@@ -247,7 +247,8 @@ def _judges(settings: RunSettings) -> Iterator[str]:
 
 
 def _shifts(settings: RunSettings) -> Iterator[str]:
-    """The line on what roles that take shifts on several machines share."""
+    """The line on what roles that take shifts on several machines share. ConfigError where they do not."""
+    settings.require_same_gpus()
     if settings.takes_shifts_apart:
         yield (
             "shifts: actor and rollouts take turns on the GPUs of their machines by locks in run.dir, which all of "

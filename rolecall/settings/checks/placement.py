@@ -8,6 +8,7 @@ and whether they are the same ones is not seen but said, by rollout.sleep_mode.
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from rolecall.errors import ConfigError
 from rolecall.settings.section import ServiceSection
 
 if TYPE_CHECKING:
@@ -31,11 +32,43 @@ def shares_devices(settings: "RunSettings") -> bool:
             raise _given_twice(device, names[0], names[1])
         if device in rollouts and not together:
             raise _given_twice(device, names[0], rollouts[device])
-    if shared or settings.takes_shifts_apart:
+    if shared and not settings.takes_shifts_apart:
         _check_shared(settings, gpus, others)
-    if settings.takes_shifts_apart:
-        _check_machines(settings)
+    if shared and settings.weights.backend == "nccl":
+        raise ValueError(
+            f"weights.backend nccl: NCCL cannot have the actor and a rollout on one GPU, and they share {min(shared)}"
+            "; leave it out"
+        )
     return bool(shared)
+
+
+def require_same_gpus(settings: "RunSettings") -> None:
+    """ConfigError unless each GPU of an actor that takes turns with rollouts is one rollout's, on each of its machines.
+    No rollout is held to it: it may have joined beside those of the run's file.
+    """
+    actor, lists = settings.actor, settings.rollout.devices
+    named = Counter(device for devices in lists for device in devices)
+    if not settings.takes_shifts or not (actor.devices or named):
+        return
+    if set(actor.devices) != named.keys():
+        raise ConfigError(
+            f"rollout.sleep_mode: actor and rollouts take turns on the same GPUs, and actor.devices is "
+            f"{list(actor.devices)}, and those of rollout.devices are {sorted(named)}; give both the same, or leave it "
+            "out"
+        )
+    num_machines, odd = divmod(actor.num_ranks, len(actor.devices))
+    if odd:
+        raise ConfigError(
+            f"actor.num_ranks {actor.num_ranks} is no multiple of the {len(actor.devices)} GPUs that actor.devices "
+            "names of each of its machines; give each rank one"
+        )
+    for device, number in named.items():
+        if number != num_machines:
+            raise ConfigError(
+                f"rollout.devices names GPU {device} {number} times, and the {actor.num_ranks} ranks of the actor, "
+                f"which take turns with rollouts, are on {num_machines} machines with a GPU {device}; name it "
+                f"{num_machines} times, in a list of a rollout on each"
+            )
 
 
 def references_beside(settings: "RunSettings") -> dict[str, "ReferenceSection"]:
@@ -104,10 +137,9 @@ def _others(settings: "RunSettings") -> dict[str, tuple[int, ...]]:
 def _check_shared(settings: "RunSettings", rollouts: set[int], others: dict[str, tuple[int, ...]]) -> None:
     """All of them are shared, or none: while one side works, the other is off the GPUs altogether."""
     if set(others["actor"]) != rollouts:
-        remedy = ", and leave rollout.sleep_mode out" if settings.takes_shifts else ""
         raise ValueError(
             f"actor.devices {list(others['actor'])} and the GPUs of rollout.devices {sorted(rollouts)} share some and "
-            f"not others, or none; give both the same GPUs, or each its own{remedy}"
+            "not others; give both the same GPUs, or each its own"
         )
     apart = set(others.get("critic", ())) - rollouts
     if apart and len(apart) < len(set(others["critic"])):
@@ -120,29 +152,6 @@ def _check_shared(settings: "RunSettings", rollouts: set[int], others: dict[str,
             f"GPU {min(rollouts)} is given to actor and to rollouts, who take turns on it, and rollout.sleep_mode is "
             "false; leave it out, or give each role its own GPU"
         )
-    if settings.weights.backend == "nccl":
-        raise ValueError(
-            f"weights.backend nccl: NCCL cannot have the actor and a rollout on one GPU, and they share {min(rollouts)}"
-            "; leave it out"
-        )
-
-
-def _check_machines(settings: "RunSettings") -> None:
-    """ValueError unless, on each machine of the actor's, each of its GPUs is one rollout's."""
-    actor, lists = settings.actor, settings.rollout.devices
-    num_machines, odd = divmod(actor.num_ranks, len(actor.devices))
-    if odd:
-        raise ValueError(
-            f"actor.num_ranks {actor.num_ranks} is no multiple of the {len(actor.devices)} GPUs that actor.devices "
-            "names of each of its machines; give each rank one"
-        )
-    for device, number in Counter(device for devices in lists for device in devices).items():
-        if number != num_machines:
-            raise ValueError(
-                f"rollout.devices names GPU {device} {number} times, and the {actor.num_ranks} ranks of the actor, "
-                f"which takes turns with rollouts on it, are on {num_machines} machines with a GPU {device}; name it "
-                f"{num_machines} times, in a list of a rollout on each"
-            )
 
 
 def _given_twice(device: int, first: str, second: str) -> ValueError:
