@@ -139,8 +139,8 @@ def file_system_of(path: Path) -> str:
         mounted, _, kind = line.partition(" - ")
         mounts[Path(mounted.split()[4].replace("\\040", " "))] = kind
     place = path.resolve()
-    kind, _, options = next(mounts[each] for each in (place, *place.parents) if each in mounts).split(maxsplit=2)
-    return f"{kind} ({options})"
+    described = (mounts[each].split(" ") for each in (place, *place.parents) if each in mounts)
+    return next((f"{words[0]} ({words[-1]})" for words in described), "an unknown file system")
 
 
 def is_shift_of(side: Side, run_dir: Path) -> bool:
