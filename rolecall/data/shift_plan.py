@@ -115,7 +115,12 @@ def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int
     actor, rollout, critic = settings.actor, settings.rollout, settings.critic
     size = 4 if settings.model.dtype == "float32" else 2
     weights, shared = facts.num_parameters * size, set(actor.devices)
-    references = {name: section for name, section in settings.references.items() if shared & set(section.devices)}
+    references = {
+        name: section
+        for name, section in settings.references.items()
+        # of one elsewhere that says nothing of shifts they are another machine's
+        if shared & set(section.devices) and (section.address is None or section.offload is not None)
+    }
 
     def in_a_step(counts: ParameterCounts, optimizer: OptimizerSection) -> float:
         """Bytes of gradients, and of the moments that are on the device at a time."""

@@ -66,9 +66,10 @@ _OF_AN_ATTEMPT = (
     "tensorboard",
     "memory",
     "checkpoints",
-    SHIFTS,
 )
-"""Files of one attempt, beside the store and the logs, which go on."""
+"""Files of one attempt, beside the store and the logs, which go on. The locks of shifts stay, too: roles on other
+machines may have them open.
+"""
 
 _Service = TypeVar("_Service", bound=AddressSection)
 
@@ -138,12 +139,12 @@ def holds_a_run(directory: Path) -> bool:
 
 def _require_ours(directory: Path) -> None:
     """RunExistsError when the directory holds something, and no run was started there. The root of a fresh volume
-    holds `lost+found`.
+    holds `lost+found`, and roles that were started by hand may wait for their shift before there is a run.
     """
     if not directory.is_dir() or (directory / "identity.json").is_file():
         return
     for path in sorted(directory.iterdir()):
-        if path.name not in ("logs", "lost+found") and not _is_of_tokens(path):
+        if path.name not in ("logs", "lost+found", SHIFTS) and not _is_of_tokens(path):
             raise RunExistsError(
                 f"run.dir {directory} holds {path.name}, and no run was started there; name another with --run.dir, or "
                 "move what is in it elsewhere"
@@ -209,10 +210,7 @@ def _lock(directory: Path) -> int:
 
 
 def resolve(settings: RunSettings) -> RunSettings:
-    """`settings` with an address for every role and server, free ports of loopback for local ones. ConfigError when
-    roles that take shifts on shared devices are not all local.
-    """
-    _require_local_shifts(settings)
+    """`settings` with an address for every role and server, free ports of loopback for local ones."""
     servers = settings.reward.servers
     ports = _free_ports(4 + len(settings.references) + len(servers))
     reward = settings.reward.model_copy(
@@ -227,24 +225,6 @@ def resolve(settings: RunSettings) -> RunSettings:
     if settings.critic is not None:
         changes["critic"] = _placed(settings.critic, ports)
     return settings.model_copy(update=changes)
-
-
-def _require_local_shifts(settings: RunSettings) -> None:
-    if not settings.takes_shifts:
-        return
-    sections: dict[str, AddressSection | None] = {
-        "controller": settings.controller,
-        "actor": settings.actor,
-        "critic": settings.critic,
-        **{f"references.{name}": settings.references[name] for name in settings.references_in_shifts},
-    }
-    elsewhere = [name for name, section in sections.items() if section is not None and section.address is not None]
-    if elsewhere or not settings.rollout.num_replicas:
-        raise ConfigError(
-            "rollout.sleep_mode: rollouts and trainers that take turns on devices are started by one `rolecall train`, "
-            f"with its controller; remove {elsewhere[0] + '.address' if elsewhere else 'rollout.num_replicas 0'}, or "
-            "give each role its own devices"
-        )
 
 
 def write_config(settings: RunSettings | SftSettings) -> Path:

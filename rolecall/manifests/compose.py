@@ -78,9 +78,8 @@ def _require_one_machine(settings: RunSettings, local: list[str]) -> None:
         raise ConfigError("rpc.behind_mesh: the roles of a Compose project have no sidecars; leave it out")
     if settings.takes_shifts:
         raise ConfigError(
-            "rollout.sleep_mode: actor and rollouts that take turns on GPUs belong to one `rolecall train`, and "
-            "containers could not tell each other whose turn it is; run `rolecall train` on that machine, or give each "
-            "role GPUs of its own"
+            "rollout.sleep_mode: the container of a rollout does not see run.dir, by whose locks actor and rollouts "
+            "take turns on GPUs; run `rolecall train` on that machine, or give each role GPUs of its own"
         )
     rollouts = settings.rollout.num_replicas
     if agents_port(settings) is not None and rollouts > 1:

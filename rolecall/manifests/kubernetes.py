@@ -62,6 +62,11 @@ def kubernetes(tree: dict[str, Any], file: Path) -> dict[str, str]:
     """Returns the base's files by name, of what `file` says, its `tree`. ConfigError for a run that no cluster could
     hold.
     """
+    if (tree.get("rollout") or {}).get("sleep_mode"):  # before its GPUs are counted anew, as each pod has them
+        raise ConfigError(
+            "rollout.sleep_mode: each pod has GPUs of its own, which nobody takes turns on; leave it out, or write the "
+            "run --to slurm"
+        )
     local, mesh = local_roles(tree), bool((tree.get("rpc") or {}).get("behind_mesh"))
     done = complete_for_cluster(tree, {name: _host(name, mesh) for name in local})
     settings = _with_pauses(done, validated(done, file), file)

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from rolecall.data.shift_plan import check_cpu_sleep
 from rolecall.errors import ConfigError
 from rolecall.launcher.plan import binds_from, role_environment
 from rolecall.manifests.completed import (
@@ -53,21 +54,29 @@ def slurm(tree: dict[str, Any], file: Path) -> dict[str, str]:
     require_no_servers(settings)
     _ = settings.run.total_steps  # of a file whose epochs nobody counted, ConfigError here and not from each role
     _require_an_allocation(tree, settings, local)
+    settings = _with_shared_references(done, settings, local)
     devices = settings.rollout.devices or ((),) * replicas_of(tree)
     rollouts = [f"rollout-{number}" for number in range(len(devices))]
     shown = binds_from(settings.telemetry.metrics_bind, [*local, *rollouts])
     first = dict.fromkeys(local, 0)
     started = []
     for number, (name, section) in enumerate(trainers_of(settings, local).items()):
-        first[name] = nodes.take(section.devices, nodes_of(section))
+        beside = name if name != "actor" and _shares(section, settings) else ""
+        first[name] = nodes.take(section.devices, nodes_of(section), beside)
         started += _trainer(name, section, settings, first[name], RANKS_PORT + number, shown.get(name))
     if "reward" in local:
         first["reward"] = nodes.take(settings.reward.devices) if settings.reward.devices else 0
         environment = _environment(role_environment(settings.reward))
         started.insert(0, _role("reward", "reward", first["reward"], environment, shown.get("reward")))
     started.insert(0, _role("controller", "controller", 0, [], shown.get("controller")))
-    for name, gpus in zip(rollouts, devices, strict=True):
-        started.append(_role("rollout", name, nodes.take(gpus), [], shown.get(name)))
+    for i, (name, gpus) in enumerate(zip(rollouts, devices, strict=True)):
+        node = nodes.take(gpus, beside="rollout" if settings.takes_shifts else "")
+        if settings.takes_shifts and node >= nodes_of(settings.actor):
+            raise ConfigError(
+                f"rollout.devices[{i}] {list(gpus)}: on each of the actor's {node} nodes a rollout before it has one "
+                "of these GPUs; order the lists by nodes, each of whose GPUs is in one of its lists"
+            )
+        started.append(_role("rollout", name, node, [], shown.get(name)))
     for name, node in first.items():
         section = (done if name in done else done["references"])[name]
         section["address"] = f"{_name(node)}:{section['address'].rpartition(':')[2]}"
@@ -105,14 +114,16 @@ class _Nodes:
     """The nodes of the allocation, with the GPUs of each that a role has."""
 
     def __init__(self) -> None:
-        self._taken: list[set[int]] = [set()]
+        self._taken: list[set[tuple[str, int]]] = [set()]
 
     def __len__(self) -> int:
         return len(self._taken)
 
-    def take(self, devices: Sequence[int], number: int = 1) -> int:
-        """Gives a role `devices` of the first `number` nodes in a row where nobody has them; returns the first one."""
-        wanted, first = set(devices) or {_CPUS}, 0
+    def take(self, devices: Sequence[int], number: int = 1, beside: str = "") -> int:
+        """Gives a role `devices` of the first `number` nodes in a row where nobody has them; returns the first one. Who
+        takes shifts there has them `beside` others, under a name of its own.
+        """
+        wanted, first = {(beside, device) for device in devices or (_CPUS,)}, 0
         while any(wanted & taken for taken in self._taken[first : first + number]):
             first += 1
         self._taken += [set() for _ in range(first + number - len(self._taken))]
@@ -132,16 +143,30 @@ def _require_an_allocation(tree: dict[str, Any], settings: RunSettings, local: l
             f"rollout.devices has {len(devices)} entries, rollout.num_replicas is {replicas}; name the GPUs of each "
             "replica on its node"
         )
-    if settings.takes_shifts:
-        raise ConfigError(
-            "rollout.sleep_mode: actor and rollouts that take turns on GPUs belong to one `rolecall train`; sbatch "
-            "that command on one node, or leave it out: each role then gets GPUs of its own"
-        )
+    settings.require_same_gpus()
+    if not devices:
+        check_cpu_sleep(settings)
     if agents_port(settings) is not None:
         raise ConfigError(
             "rollout.endpoint_bind: rollouts of a job share nodes, and agents elsewhere could not tell them apart "
             "by one port; use sessions (leave it out), or write the run --to kubernetes"
         )
+
+
+def _shares(section: TrainerSection, settings: RunSettings) -> bool:
+    """Whether a critic or reference takes shifts on GPUs of the actor's nodes: it names them, and no others."""
+    is_among = bool(section.devices) and set(section.devices) <= set(settings.actor.devices)
+    return settings.takes_shifts and is_among and nodes_of(section) <= nodes_of(settings.actor)
+
+
+def _with_shared_references(done: dict[str, Any], settings: RunSettings, local: Sequence[str]) -> RunSettings:
+    """Returns `settings` with `offload` of the references that share GPUs, as on one machine; it is in `done`, too."""
+    references = dict(settings.references)
+    for name, section in references.items():
+        if name in local and section.offload is None and _shares(section, settings):
+            done["references"][name]["offload"] = True
+            references[name] = section.model_copy(update={"offload": True})
+    return settings.model_copy(update={"references": references})
 
 
 def _name(node: int) -> str:

@@ -154,6 +154,25 @@ class RunSettings(Section):
         return bool(self.rollout.sleep_mode)
 
     @property
+    def takes_shifts_apart(self) -> bool:
+        """Whether actor and rollouts take shifts on GPUs and not all of them are started here: the file says that their
+        machines are the same.
+        """
+        is_apart = self.actor.address is not None or not self.rollout.num_replicas
+        return self.takes_shifts and is_apart and bool(self.actor.devices or self.rollout.devices)
+
+    @property
+    def num_first_rollouts(self) -> int:
+        """Rollouts with which a run begins. Those that share GPUs on several machines are all named: one that joins
+        later is without weights until the next publish, and so are its GPUs without work.
+        """
+        return len(self.rollout.devices) if self.takes_shifts_apart else max(1, self.rollout.num_replicas)
+
+    def require_same_gpus(self) -> None:
+        """ConfigError unless actor and rollouts that take shifts on GPUs have the same ones of each machine."""
+        placement.require_same_gpus(self)
+
+    @property
     def keeps_over_shifts(self) -> bool:
         """Whether responses that are unfinished when rollouts leave shared devices keep their tokens and go on later.
         Episodes come to their end before, for what environments and agents do meanwhile has deadlines; and so do the

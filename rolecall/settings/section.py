@@ -283,7 +283,8 @@ class ServiceSection(AddressSection):
 
     devices: tuple[int, ...] = ()
     """GPU indices it may use on its machine, on each of them where its ranks are on several; empty: CPU. Local
-    rollouts may share one with the trainers, in shifts; no other two local roles may.
+    rollouts may share one with the trainers, in shifts, and on other machines those that rollout.sleep_mode says it of;
+    no other two local roles may.
     """
 
 

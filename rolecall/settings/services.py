@@ -55,7 +55,7 @@ class RolloutSection(Section):
     """
     devices: tuple[tuple[int, ...], ...] = ()
     """GPU indices per local replica, or of each `rollout-<i>` that is started elsewhere where num_replicas is 0; empty:
-    CPUs.
+    CPUs. In shifts on GPUs of several machines of each `rollout-<i>`, wherever it is started.
     """
     tensor_parallel_size: PositiveInt = 1
     """Workers a layer is split over."""
@@ -75,7 +75,10 @@ class RolloutSection(Section):
     """No CUDA graphs; absent: true on CPUs."""
     sleep_mode: bool | None = None
     """Whether rollouts sleep while the trainers work, and the trainers' state waits in host memory while rollouts
-    sample; absent: where both are given the same GPUs. vLLM gives memory up on GPUs only.
+    sample; absent: where both are given the same GPUs and run on this machine. True says it of roles that are started
+    elsewhere, too: the GPUs of rollout.devices are then those of the actor's machines, each named once for each of
+    them, and run.dir is on a file system that they share, with locks that hold between them. vLLM gives memory up on
+    GPUs only.
     """
     engine: EngineArguments = {}
     """Further arguments of vLLM's engine (AsyncEngineArgs) by their names there, as block_size or
@@ -133,7 +136,7 @@ class RolloutSection(Section):
     @property
     def local_devices(self) -> tuple[tuple[int, ...], ...]:
         """GPU indices of this machine per replica."""
-        return self.devices if self.num_replicas else ()
+        return self.devices[: self.num_replicas]
 
 
 class EnvironmentSection(Section):

@@ -253,11 +253,11 @@ class ControllerRun:
         return True
 
     async def _enough_rollouts(self) -> bool:
-        """A run starts with all its local replicas; one that goes on does so with the first, and the others join at a
-        step boundary.
+        """A run starts with all the replicas that it names; one that goes on does so with the first, and the others
+        join at a step boundary.
         """
         number = len(self._fleet.rollouts())
-        return number >= max(1, self._settings.rollout.num_replicas) or (
+        return number >= self._settings.num_first_rollouts or (
             number > 0 and (await self._threads.call(self._ledger.position)).published_step >= 0
         )
 

@@ -64,9 +64,10 @@ class Wiring:
 
 
 def wire(settings: RunSettings) -> Wiring:
-    """Reads the user's estimator and the tokenizer and connects to the store; ConfigError and StoreUnavailableError
-    come from here.
+    """Looks at the GPUs of the file, reads the user's estimator and the tokenizer and connects to the store;
+    ConfigError and StoreUnavailableError come from here.
     """
+    settings.require_same_gpus()
     if isinstance(settings.algorithm.advantage, CustomAdvantage):
         # what is wrong with it is said now, not when the first batch is sampled
         load_advantage(settings.algorithm.advantage)

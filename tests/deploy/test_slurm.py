@@ -34,6 +34,7 @@ RUN: dict[str, Any] = {
     "reward": {"components": {"correct": {"scorer": {"kind": "exact_match"}}}},
     "store": {"max_bytes": 2**28},
 }
+IN_SHIFTS: dict[str, Any] = {"sleep_mode": True, "num_replicas": 4, "tensor_parallel_size": 4}
 HAS_SLURM = shutil.which("sbatch") and subprocess.run(["sinfo"], capture_output=True, timeout=30).returncode == 0
 
 
@@ -109,6 +110,42 @@ def test_roles_with_the_same_gpus_are_on_different_nodes_and_others_share_one(tm
     assert '--host "reference=${NODES[1]}" --host "reference=${NODES[0]}"' in script
 
 
+def test_trainers_and_rollouts_that_take_shifts_have_the_same_gpus_of_the_same_nodes(tmp_path: Path) -> None:
+    eight = list(range(8))
+    script, run = written(
+        tmp_path,
+        actor={"devices": eight, "num_ranks": 16},
+        critic={"devices": eight, "num_ranks": 16},
+        references={"a": {"devices": [0, 1, 2, 3], "num_ranks": 4}, "b": {"devices": [8, 9], "num_ranks": 2}},
+        algorithm={
+            **RUN["algorithm"],
+            "advantage": {"kind": "gae"},
+            "distillation": {"teacher": "b", "task_coef": 1.0},
+            "kl": {"reference": "a", "kl_coef": 0.1},
+        },
+        rollout=IN_SHIFTS | {"devices": [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7]]},
+    )
+    assert {name: node for name, (node, _) in roles_of(script).items()} == {
+        "controller": 0,
+        "reward": 0,
+        "actor": 0,
+        "actor.1": 1,
+        "critic": 0,
+        "critic.1": 1,
+        "a": 0,
+        "b": 0,
+        "rollout-0": 0,
+        "rollout-1": 1,
+        "rollout-2": 0,
+        "rollout-3": 1,
+    }
+    assert "#SBATCH --nodes=2\n" in script
+    assert run["weights"]["host"] == "NODE_0"
+    settings = load_settings(tmp_path / "out" / "run.yaml")
+    assert settings.takes_shifts
+    assert settings.references_in_shifts == ("a",), "the other has GPUs of its own"
+
+
 def test_a_role_that_computes_on_processors_has_a_node_of_its_own(tmp_path: Path) -> None:
     script, _ = written(tmp_path, rollout={"num_replicas": 2}, actor={"num_ranks": 2})
     nodes = {name: node for name, (node, _) in roles_of(script).items()}
@@ -138,7 +175,8 @@ def test_each_role_shows_its_numbers_on_a_port_of_its_own(tmp_path: Path) -> Non
         ("actor", {"address": "elsewhere:9001"}, "actor.address: the job has its own actor"),
         ("rpc", {"behind_mesh": True}, "rpc.behind_mesh: the roles of a job of Slurm have no sidecars"),
         ("rollout", {"devices": [[0]], "num_replicas": 2}, "rollout.devices has 1 entries, rollout.num_replicas is 2"),
-        ("rollout", {"devices": [[0]], "sleep_mode": True}, "sbatch that command on one node"),
+        ("rollout", {"devices": [[0]], "sleep_mode": True}, "actor.devices is [], and those of rollout.devices are"),
+        ("rollout", {"sleep_mode": True}, "rollout.sleep_mode: vLLM gives memory up on GPUs only"),
         ("environments", {"a": {"address": "localhost:1"}}, "environments.a.address localhost:1 is each rollout's own"),
         ("rollout", {"endpoint_bind": "0.0.0.0:2"}, "rollout.endpoint_bind: rollouts of a job share nodes"),
     ],
@@ -147,11 +185,25 @@ def test_a_run_that_an_allocation_could_not_hold_is_refused(
     section: str, keys: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mine.yaml"
-    played = {"environments": {"game": {"address": "games:1"}}}
+    played: dict[str, Any] = {"environments": {"game": {"address": "games:1"}}}
     file.write_text(yaml.safe_dump(RUN | (played if "endpoint_bind" in keys else {}) | {section: keys}))
     assert main(["manifests", str(file), "--to", "slurm", "--out", str(tmp_path / "out")]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_rollouts_that_do_not_divide_the_actor_s_nodes_among_themselves_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections: dict[str, Any] = {"actor": {"devices": [0, 1, 2, 3, 4, 5], "num_ranks": 12}}
+    pairs = {"sleep_mode": True, "num_replicas": 6, "tensor_parallel_size": 2}
+    ring = [[0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 0]]
+    script, _ = written(tmp_path, **sections, rollout={**pairs, "devices": ring})
+    assert [roles_of(script)[f"rollout-{i}"][0] for i in range(6)] == [0, 1] * 3
+    file, devices = tmp_path / "mine.yaml", [ring[0], ring[3], ring[1], ring[2], ring[4], ring[5]]
+    file.write_text(yaml.safe_dump(RUN | sections | {"rollout": {**pairs, "devices": devices}}))
+    assert main(["manifests", str(file), "--to", "slurm", "--out", str(tmp_path / "other")]) == 2
+    assert "rollout.devices[3] [2, 3]: on each of the actor's 2 nodes" in capsys.readouterr().err
 
 
 COMMANDS = {

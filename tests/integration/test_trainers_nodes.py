@@ -6,11 +6,13 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.role_process import RESTART, STOPPED, USAGE
+from rolecall.shifts import ShiftLocks
 from rolecall.v1 import actor_pb2_grpc
 from rolecall.v1.training_pb2 import TrainRequest
 from tests.contract.peer import Peer, serving
@@ -19,6 +21,7 @@ from tests.tiny_models import write_qwen3
 from tests.twins.callers import party
 from tests.twins.processes import Command, joined, nodes, started
 from tests.twins.served import Batches, train, values_of, write_settings
+from tests.waiting import until
 
 END_TIMEOUT_S = 100.0
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -76,3 +79,29 @@ async def test_a_bad_setting_ends_both_nodes_with_a_code_that_says_so(store: Sto
     commands = nodes(config, NODES, "--weights.ports", "1024-1025")
     async with started(config, commands) as actor, asyncio.timeout(END_TIMEOUT_S):
         assert [await process.wait() for process in actor.processes] == [USAGE, USAGE]
+
+
+@pytest.mark.thorough("test_roles_of_several_machines_take_shifts_without_a_launcher")
+@pytest.mark.timeout(300)
+async def test_ranks_on_two_nodes_wait_for_their_shift_and_load_together(store: StoreUnderTest, tmp_path: Path) -> None:
+    model, peer, locks = write_qwen3(tmp_path / "policy"), Peer(), ShiftLocks(tmp_path)
+    waits = "waiting for the shift of the trainers on the shared devices"
+    assert locks.give_to("rollouts")
+    async with serving(peer) as (_, controller):
+        sections: dict[str, Any] = {"rollout": {"sleep_mode": True}, "controller": {"address": controller}}
+        config = write_settings(store, model, tmp_path, **sections)
+        async with started(config, nodes(config, NODES)) as actor:
+            await until(lambda: all(waits in actor.said(node) for node in (0, 1)), END_TIMEOUT_S)
+            assert peer.joins == []
+            assert locks.give_to("trainers")
+            await actor.joined(peer, 0)
+            await until(lambda: locks.give_to("rollouts"))
+        apart = ["--run.dir", str(tmp_path / "apart")]
+        commands = nodes(config, NODES, "--controller.start_timeout_s", "15")
+        commands[1] = commands[1]._replace(words=[*commands[1].words, *apart])
+        assert locks.give_to("trainers")
+        async with started(config, commands) as actor, asyncio.timeout(END_TIMEOUT_S):
+            assert await actor.processes[0].wait() == RESTART
+            assert "was still loading the model after controller.start_timeout_s = 15 s; a rank that" in actor.said()
+            assert "waiting for a controller, and the shift of the trainers" in actor.said(1)
+    locks.close()

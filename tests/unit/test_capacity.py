@@ -354,6 +354,37 @@ def told_of_32b(make_settings: MakeSettings, tmp_path: Path, gpus: None) -> Call
     return told
 
 
+def test_state_that_shares_gpus_of_two_machines_is_divided_by_all_ranks_and_half_of_it_waits_on_each(
+    told_of_32b: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eight = list(range(8))
+    kl = {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}
+    one: dict[str, Any] = {
+        "actor": {"devices": eight, "num_ranks": 8},
+        "rollout": {"devices": [eight[:4], eight[4:]], "num_replicas": 2},
+    }
+    two: dict[str, Any] = {
+        "actor": {"devices": eight, "num_ranks": 16, "address": "one:1"},
+        "rollout": {"devices": [eight[:4], eight[4:]] * 2, "num_replicas": 0, "sleep_mode": True},
+    }
+    asleep = 32.762e9 * 12 / 2**30
+    published = "of which the actor's parameters are {:.1f} GiB"
+    assert published.format(32.762e9 * 4 / 8 / 2**30) in told_of_32b(**one)
+    said = told_of_32b(**two)
+    assert published.format(32.762e9 * 4 / 16 / 2**30) in said
+    waits = f"beside {asleep / 2:.1f} GiB of state that waits for its shift, on each of the trainers' machines"
+    assert waits in said
+    ref = {"address": "one:2", "devices": eight, "num_ranks": 16}
+    apart = told_of_32b(**two, algorithm=kl, references={"ref": ref})
+    assert waits in apart, "it has other machines"
+    assert "scoring" not in apart
+    beside = told_of_32b(**two, algorithm=kl, references={"ref": {**ref, "offload": True}})
+    assert f"beside {asleep / 2 + 32.762e9 / 2**30:.1f} GiB of state" in beside
+    assert "scoring" in beside
+    monkeypatch.setattr("rolecall.commands.check.footprint.host_memory_bytes", lambda: 256 * 2**30)
+    assert "GiB into the memory of each of their machines; this one has 256.0 GiB" in told_of_32b(**two)
+
+
 def test_state_is_sixteen_bytes_a_parameter_and_whole_ones_are_told_apart(told_of_32b: Callable[..., str]) -> None:
     """Loaded 4 bytes, 12 once there are moments, and 4 of gradients: what an engine of one rank was seen to hold."""
     said = told_of_32b()

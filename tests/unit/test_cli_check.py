@@ -15,6 +15,7 @@ from rolecall.commands.cli import main
 from rolecall.data.dataset import MAX_DEPTH
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, load_settings
+from rolecall.shifts import file_system_of
 from rolecall.v1 import rollout_pb2
 from tests.twins.launched import write_light_config
 
@@ -93,6 +94,14 @@ def test_what_a_publish_does_with_responses_in_flight_is_told_where_there_are_an
     )
     assert all(kept in told(mode, shifts) for mode in ("keep", "keep_cache"))
     assert all("between shifts: nothing is in flight" in told(mode, shifts) for mode in ("wait", "abort"))
+
+
+def test_machines_whose_gpus_are_shared_are_told_what_their_run_dir_must_be(config: Path) -> None:
+    shared = ["actor.devices=[0]", "actor.num_ranks=2", "actor.address=one:1", "rollout.devices=[[0], [0]]"]
+    told = findings(load_settings(config, [*shared, "rollout.num_replicas=0", "rollout.sleep_mode=true"]))[1]
+    assert "take turns on the GPUs of their machines by locks in run.dir, which all of them must have mounted" in told
+    assert f"here it is on {file_system_of(config)}" in told
+    assert "locks in run.dir" not in findings(load_settings(config))[1]
 
 
 def test_a_users_estimator_is_found_and_takes_its_options(config: Path) -> None:

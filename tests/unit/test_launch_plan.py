@@ -31,6 +31,7 @@ from rolecall.launcher.run_record import RunRecord
 from rolecall.launcher.supervisor import train
 from rolecall.launcher.used_store import require_used_store
 from rolecall.settings import ActorSection, RunSettings, load_settings
+from rolecall.shifts import Post, ShiftLocks
 from rolecall.v1 import controller_pb2
 from tests.conftest import MakeSettings
 from tests.file_limits import few_files
@@ -288,6 +289,19 @@ def test_the_root_of_a_fresh_volume_is_taken(tmp_path: Path) -> None:
     (settings.run.dir / "lost+found").mkdir(parents=True)
     os.close(prepare_run_dir(settings, resume=False))
     assert (settings.run.dir / "lost+found").is_dir()
+
+
+def test_roles_elsewhere_may_wait_for_their_shift_before_there_is_a_run(tmp_path: Path) -> None:
+    settings = load_settings(write_light_config(tmp_path))
+    post = Post(settings.run.dir, "trainers")
+    for _ in range(2):  # the second finds what an attempt left in which nothing was trained
+        os.close(prepare_run_dir(settings, resume=False))
+        (settings.run.dir / "identity.json").touch()
+    locks = ShiftLocks(settings.run.dir)
+    assert locks.give_to("trainers")
+    assert post.take()
+    post.close()
+    locks.close()
 
 
 def test_checkpoints_elsewhere_are_gone_on_from_only_where_that_is_asked_for(

@@ -105,13 +105,71 @@ def test_what_cannot_share_a_gpu_is_refused_in_words(make_settings: MakeSettings
         make_settings(**sections)
 
 
-def test_who_takes_shifts_is_started_by_one_launcher(make_settings: MakeSettings) -> None:
-    for sections in ({"actor": {"address": "elsewhere:1"}}, {"controller": {"address": "elsewhere:1"}}):
-        with pytest.raises(ConfigError, match=r"started by one `rolecall train`.*remove \w+\.address"):
-            resolve(make_settings(**sections, rollout={"sleep_mode": True}))
+EIGHT = list(range(8))
+OVER_TWO_MACHINES: dict[str, Any] = {
+    "actor": {"address": "one:1", "devices": EIGHT, "num_ranks": 16},
+    "rollout": {
+        "sleep_mode": True,
+        "num_replicas": 0,
+        "tensor_parallel_size": 4,
+        "devices": [[0, 1, 2, 3], [4, 5, 6, 7]] * 2,
+    },
+}
+
+
+def test_a_file_says_of_several_machines_that_actor_and_rollouts_share_their_gpus(make_settings: MakeSettings) -> None:
     kl = {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}
-    elsewhere = {"algorithm": kl, "references": {"ref": {"address": "elsewhere:1", "offload": True}}}
-    with pytest.raises(ConfigError, match=r"remove references\.ref\.address"):
-        resolve(make_settings(**elsewhere, rollout={"sleep_mode": True}))
-    with pytest.raises(ConfigError, match=r"remove rollout\.num_replicas 0"):
-        resolve(make_settings(rollout={"sleep_mode": True, "num_replicas": 0}))
+    reference = {"address": "one:2", "devices": [0], "offload": True}
+    settings = make_settings(**OVER_TWO_MACHINES, algorithm=kl, references={"ref": reference})
+    assert settings.takes_shifts
+    assert settings.references_in_shifts == ("ref",)
+    assert settings.weight_backend(receivers_on_gpus=True) == "shared"
+    apart = {**OVER_TWO_MACHINES["rollout"], "sleep_mode": None}
+    assert not make_settings(actor=OVER_TWO_MACHINES["actor"], rollout=apart).takes_shifts, "of other machines"
+
+
+def test_a_launcher_starts_the_rollouts_of_its_machine_beside_ranks_on_several(make_settings: MakeSettings) -> None:
+    rollout = {**OVER_TWO_MACHINES["rollout"], "num_replicas": 2}
+    critic = {"address": "one:2", "devices": EIGHT, "num_ranks": 16}
+    settings = resolve(make_settings(**GAE, actor=OVER_TWO_MACHINES["actor"], rollout=rollout, critic=critic))
+    assert settings.rollout.local_devices == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert settings.actor.address == "one:1"
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "told"),
+    [
+        ("rollout", {"devices": [[0, 1, 2, 3], [4, 5, 6, 7]]}, "names GPU 0 1 times, and the 16 ranks .* name it 2"),
+        ("rollout", {"devices": [[0, 1, 2, 3], [4, 5, 6, 7]] * 3}, "names GPU 0 3 times, .* on 2 machines"),
+        ("rollout", {"devices": [[0, 1, 2, 3]] * 2}, "take turns on the same GPUs, .* give both the same"),
+        ("rollout", {"devices": [[8, 9]] * 2}, r"and those of rollout\.devices are \[8, 9\]"),
+        ("rollout", {"devices": []}, r"and those of rollout\.devices are \[\]"),
+        ("actor", {"devices": []}, r"actor\.devices is \[\], and those"),
+        ("actor", {"num_ranks": 12}, r"actor\.num_ranks 12 is no multiple of the 8 GPUs"),
+    ],
+)
+def test_gpus_of_several_machines_are_all_shared_or_none(
+    make_settings: MakeSettings, section: str, keys: dict[str, Any], told: str
+) -> None:
+    make_settings(**OVER_TWO_MACHINES).require_same_gpus()
+    settings = make_settings(**OVER_TWO_MACHINES | {section: {**OVER_TWO_MACHINES[section], **keys}})
+    with pytest.raises(ConfigError, match=told):
+        settings.require_same_gpus()
+
+
+def test_a_rollout_that_is_added_to_a_run_in_shifts_may_have_gpus_of_its_own(make_settings: MakeSettings) -> None:
+    resolved = resolve(make_settings(**SHARED))
+    resolved.require_same_gpus()
+    added = {**resolved.rollout.model_dump(), "num_replicas": 0, "devices": [[4]]}
+    assert make_settings(actor=resolved.actor.model_dump(), rollout=added).takes_shifts
+
+
+def test_nccl_has_no_two_ranks_on_a_gpu_of_several_machines_either(make_settings: MakeSettings) -> None:
+    with pytest.raises(ValidationError, match=r"weights\.backend nccl: NCCL cannot have"):
+        make_settings(**OVER_TWO_MACHINES, weights={"backend": "nccl"})
+
+
+def test_a_run_begins_with_all_rollouts_that_share_gpus_of_several_machines(make_settings: MakeSettings) -> None:
+    assert make_settings(**OVER_TWO_MACHINES).num_first_rollouts == 4
+    assert make_settings(rollout={"num_replicas": 0, "sleep_mode": True}).num_first_rollouts == 1
+    assert make_settings(rollout={"num_replicas": 2}).num_first_rollouts == 2

@@ -3,15 +3,63 @@
 import itertools
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from rolecall.shifts import SIDES, Post, ShiftLocks, Side, is_shift_of
+from rolecall.shifts import SIDES, Post, ShiftLocks, Side, file_system_of, is_shift_of
 
 TAKES = "import sys; from rolecall.shifts import Post; from pathlib import Path\n"
 TAKES += "print(Post(Path(sys.argv[1]), 'rollouts').take(), flush=True); sys.stdin.read()"
+
+WAITS = """import asyncio, logging, sys
+from pathlib import Path
+from rolecall.shifts import Post
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+asyncio.run(Post(Path(sys.argv[1]), sys.argv[2]).wait_until_due(float(sys.argv[3])))
+print("on the devices", flush=True)
+sys.stdin.read()
+"""
+DIRECTS = """import sys
+from pathlib import Path
+from rolecall.shifts import ShiftLocks
+locks = ShiftLocks(Path(sys.argv[1]))
+for line in sys.stdin:
+    print(locks.give_to(line.strip()), flush=True)
+"""
+
+
+class Other:
+    """Another process, which is told and tells in lines."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def says(self) -> str:
+        """Returns its next line."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def gives_to(self, side: Side) -> bool:
+        """Tells a controller to; whether it did."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{side}\n")
+        self._process.stdin.flush()
+        return self.says() == "True"
+
+
+@contextmanager
+def process(source: str, *arguments: object) -> Iterator[Other]:
+    """A Python process of its own, killed at the end."""
+    command = [sys.executable, "-c", source, *map(str, arguments)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as found:
+        try:
+            yield Other(found)
+        finally:
+            found.kill()
 
 
 @pytest.fixture
@@ -118,3 +166,46 @@ def test_ranks_that_load_together_all_come_though_the_controller_is_replaced_bet
     assert following.give_to(wanted)
     assert Post(tmp_path, wanted).take()
     following.close()
+
+
+def test_a_process_that_does_not_see_the_controllers_locks_waits_for_ever_and_says_why(tmp_path: Path) -> None:
+    """Another folder stands for a file system, or its locks, that do not reach from one machine to another."""
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    with process(DIRECTS, here) as controller, process(WAITS, elsewhere, "trainers", 0.5) as trainer:
+        assert controller.gives_to("trainers")
+        assert trainer.says() == "waiting for a controller, and the shift of the trainers on the shared devices"
+        told = trainer.says()
+        assert f"no controller has held a lock in {elsewhere}/shifts, as this machine sees it" in told
+        assert "its locks do not reach this machine: then put run.dir on a file system that each machine" in told
+        assert told.endswith(f"here it is on {file_system_of(tmp_path)}")
+        assert controller.gives_to("rollouts"), "it holds no memory of any device"
+        with process(DIRECTS, elsewhere) as other:
+            assert other.gives_to("rollouts")
+            assert trainer.says() == "waiting for the shift of the trainers on the shared devices"
+            assert other.gives_to("trainers")
+            assert trainer.says() == "on the devices"
+
+
+def test_a_wait_for_another_sides_shift_alarms_nobody_however_long_it_is(tmp_path: Path) -> None:
+    with process(DIRECTS, tmp_path) as controller:
+        assert controller.gives_to("trainers")
+        with process(WAITS, tmp_path, "rollouts", 0.2) as rollout:
+            assert rollout.says() == "waiting for the shift of the rollouts on the shared devices"
+            time.sleep(1.0)
+            assert controller.gives_to("rollouts")
+            assert rollout.says() == "on the devices"
+
+
+def test_a_wait_outlasts_a_controller_that_ends_and_is_started_again(tmp_path: Path) -> None:
+    waits = "waiting for the shift of the rollouts on the shared devices"
+    with ExitStack() as stack:
+        with process(DIRECTS, tmp_path) as first:
+            assert first.gives_to("trainers")
+            rollout = stack.enter_context(process(WAITS, tmp_path, "rollouts", 600))
+            assert rollout.says() == waits
+        assert rollout.says() == "waiting for a controller, and the shift of the rollouts on the shared devices"
+        second = stack.enter_context(process(DIRECTS, tmp_path))
+        assert second.gives_to("trainers")
+        assert rollout.says() == waits
+        assert second.gives_to("rollouts")
+        assert rollout.says() == "on the devices"

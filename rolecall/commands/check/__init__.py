@@ -35,6 +35,7 @@ from rolecall.settings import (
     TrainerSection,
     may_meet,
 )
+from rolecall.shifts import file_system_of
 from rolecall.trackers import require as require_trackers
 
 
@@ -93,7 +94,13 @@ def find_problems(settings: RunSettings, out: TextIO, tell: Callable[[str], None
         sections += [tokenizer_and_models(settings, tokenizer)] if tokenizer is not None else []
     if tokenizer is not None:
         sections.append(explain_environments(settings, tokenizer))
-    sections += [*model_servers(settings), _placement(settings), _derived(settings), *preflight(settings)]
+    sections += [
+        *model_servers(settings),
+        _placement(settings),
+        _shifts(settings),
+        _derived(settings),
+        *preflight(settings),
+    ]
     for section in sections:
         _collect(section, out, problems)
     return list(dict.fromkeys(problems))
@@ -237,6 +244,17 @@ def _judges(settings: RunSettings) -> Iterator[str]:
                 "INVALID_INPUT; use scope item, or a function of scope group, or set max_turns to 1 where no episode "
                 f"has more (environments {', '.join(judged)})"
             )
+
+
+def _shifts(settings: RunSettings) -> Iterator[str]:
+    """The line on what roles that take shifts on several machines share. ConfigError where they do not."""
+    settings.require_same_gpus()
+    if settings.takes_shifts_apart:
+        yield (
+            "shifts: actor and rollouts take turns on the GPUs of their machines by locks in run.dir, which all of "
+            "them must have mounted from one file system with locks that hold between them; here it is on "
+            f"{file_system_of(settings.run.dir)}"
+        )
 
 
 def _placement(settings: RunSettings) -> Iterator[str]:

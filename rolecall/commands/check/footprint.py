@@ -254,8 +254,9 @@ def checkpoints(
 
 
 def _host(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
-    """Yields the line on what trainers on GPUs of this machine have in its own memory, and a note where it has less.
-    ConfigError where it could not hold what waits there from step to step.
+    """Yields the line on what trainers on GPUs of this machine have in its own memory, and a note where it has less;
+    of trainers that take shifts elsewhere, on each of their machines. ConfigError where this one could not hold what
+    waits there from step to step.
     """
     size = 4 if settings.model.dtype == "float32" else 2
     trainers: list[tuple[TrainerSection, OptimizerSection, ParameterCounts]] = [
@@ -263,37 +264,44 @@ def _host(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     ]
     if settings.critic is not None and (own := settings.critic_optimizer):
         trainers.append((settings.critic, own, critic_parameters(settings, facts)))
-    here = [each for each in trainers if each[0].devices and each[0].address is None]
-    if not here or settings.run.num_steps == 0:
+    told = [each for each in trainers if each[0].devices and (each[0].address is None or settings.takes_shifts)]
+    if not told or settings.run.num_steps == 0:
         return
     copied, waiting = 0.0, 0.0
-    for section, optimizer, counts in here:
+    for section, optimizer, counts in told:
         moments = LEAST_MOMENT_BYTES[optimizer.kind]
-        copied += counts.trained * (4 + moments)
+        copies = section.parallel.replicate * len(section.devices) / section.num_ranks  # on one machine
+        copied += min(copies, 1) * counts.trained * (4 + moments)
         if settings.takes_shifts:
-            waiting += section.parallel.replicate * (counts.trained * (4 + moments) + counts.frozen * size)
+            waiting += copies * (counts.trained * (4 + moments) + counts.frozen * size)
         elif optimizer.offload:
-            waiting += section.parallel.replicate * counts.trained * moments
+            waiting += copies * counts.trained * moments
     if settings.takes_shifts:
         for name in settings.references_in_shifts:
-            waiting += reference_held(settings, name, facts) * settings.references[name].num_ranks * size
+            reference = settings.references[name]
+            num_ranks = len(reference.devices) or reference.num_ranks
+            waiting += reference_held(settings, name, facts) * num_ranks * size
         beside = f", beside {in_bytes(waiting)} of state that waits for its shift"
     else:
         beside = f", beside {in_bytes(waiting)} of moments (optimizer.offload)" if waiting else ""
-    yield f"host memory (estimate): {in_bytes(copied)} while a checkpoint is copied and written{beside}"
+    is_here = all(section.address is None for section, _, _ in told)
+    of_each = "" if is_here else ", on each of the trainers' machines"
+    yield f"host memory (estimate): {in_bytes(copied)} while a checkpoint is copied and written{beside}{of_each}"
     host = host_memory_bytes()
     remedy = "give it more, spread them over more machines, or train adapters (actor.lora)"
-    if waiting > host:
+    if waiting > host and is_here:
         raise ConfigError(
             f"the trainers keep at least {in_bytes(waiting)} in this machine's memory, which has {in_bytes(host)}; "
             f"{remedy}"
         )
-    stored = settings.store.max_bytes if settings.store.url is None else 0
+    stored = settings.store.max_bytes if settings.store.url is None and is_here else 0
     if copied + waiting + stored > host:
-        yield (
-            f"{NOTE} the trainers put up to {in_bytes(copied + waiting)} into this machine's memory, and the store up "
-            f"to {in_bytes(stored)}, which has {in_bytes(host)}; {remedy}"
+        whose = (
+            f"this machine's memory, and the store up to {in_bytes(stored)}, which has"
+            if is_here
+            else "the memory of each of their machines; this one has"
         )
+        yield f"{NOTE} the trainers put up to {in_bytes(copied + waiting)} into {whose} {in_bytes(host)}; {remedy}"
 
 
 def store(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:

@@ -1,11 +1,14 @@
 """The GPUs of a run's local roles: which role has which, whether rollouts and trainers share them, and whether there is
 a list of them for each rollout.
 
-A role with an `address` runs elsewhere, and so do rollouts where num_replicas is 0: their devices are other machines'.
+A role with an `address` runs elsewhere, and so do rollouts where num_replicas is 0: their devices are other machines',
+and whether they are the same ones is not seen but said, by rollout.sleep_mode.
 """
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
+from rolecall.errors import ConfigError
 from rolecall.settings.section import ServiceSection
 
 if TYPE_CHECKING:
@@ -16,7 +19,8 @@ if TYPE_CHECKING:
 def shares_devices(settings: "RunSettings") -> bool:
     """Whether rollouts share GPUs with the trainers. ValueError where a GPU is given to roles that cannot share it."""
     rollouts, others = _rollouts(settings), _others(settings)
-    shared = set(rollouts) & set(others.get("actor", ()))
+    gpus = _gpus_of_rollouts(settings)
+    shared = gpus & set(others.get("actor", ()))
     owners: dict[int, list[str]] = {}
     for name, devices in others.items():
         for device in devices:
@@ -28,17 +32,51 @@ def shares_devices(settings: "RunSettings") -> bool:
             raise _given_twice(device, names[0], names[1])
         if device in rollouts and not together:
             raise _given_twice(device, names[0], rollouts[device])
-    if shared:
-        _check_shared(settings, set(rollouts), others)
+    if shared and not settings.takes_shifts_apart:
+        _check_shared(settings, gpus, others)
+    if shared and settings.weights.backend == "nccl":
+        raise ValueError(
+            f"weights.backend nccl: NCCL cannot have the actor and a rollout on one GPU, and they share {min(shared)}"
+            "; leave it out"
+        )
     return bool(shared)
+
+
+def require_same_gpus(settings: "RunSettings") -> None:
+    """ConfigError unless each GPU of an actor that takes turns with rollouts is one rollout's, on each of its machines.
+    No rollout is held to it: it may have joined beside those of the run's file.
+    """
+    actor, lists = settings.actor, settings.rollout.devices
+    named = Counter(device for devices in lists for device in devices)
+    if not settings.takes_shifts or not (actor.devices or named):
+        return
+    if set(actor.devices) != named.keys():
+        raise ConfigError(
+            f"rollout.sleep_mode: actor and rollouts take turns on the same GPUs, and actor.devices is "
+            f"{list(actor.devices)}, and those of rollout.devices are {sorted(named)}; give both the same, or leave it "
+            "out"
+        )
+    num_machines, odd = divmod(actor.num_ranks, len(actor.devices))
+    if odd:
+        raise ConfigError(
+            f"actor.num_ranks {actor.num_ranks} is no multiple of the {len(actor.devices)} GPUs that actor.devices "
+            "names of each of its machines; give each rank one"
+        )
+    for device, number in named.items():
+        if number != num_machines:
+            raise ConfigError(
+                f"rollout.devices names GPU {device} {number} times, and the {actor.num_ranks} ranks of the actor, "
+                f"which take turns with rollouts, are on {num_machines} machines with a GPU {device}; name it "
+                f"{num_machines} times, in a list of a rollout on each"
+            )
 
 
 def references_beside(settings: "RunSettings") -> dict[str, "ReferenceSection"]:
     """The references, `offload` set where one is on GPUs of the rollouts and says nothing of it."""
-    rollouts, others = _rollouts(settings), _others(settings)
+    gpus, others = _gpus_of_rollouts(settings), _others(settings)
     return {
         name: section.model_copy(update={"offload": True})
-        if section.offload is None and set(rollouts) & set(others.get(f"references.{name}", ()))
+        if section.offload is None and gpus & set(others.get(f"references.{name}", ()))
         else section
         for name, section in settings.references.items()
     }
@@ -55,12 +93,22 @@ def check_offload(settings: "RunSettings") -> None:
 
 
 def check_num_replicas(settings: "RunSettings") -> None:
-    """ValueError where rollouts on GPUs of this machine are not as many as their lists of GPUs."""
-    if settings.rollout.local_devices and len(settings.rollout.devices) != settings.rollout.num_replicas:
+    """ValueError where rollouts on GPUs of this machine are not as many as their lists of GPUs. In shifts over several
+    machines further lists are those of rollouts on the others.
+    """
+    num_lists, num_replicas = len(settings.rollout.devices), settings.rollout.num_replicas
+    if settings.takes_shifts_apart and num_lists > num_replicas:
+        return
+    if settings.rollout.local_devices and num_lists != num_replicas:
         raise ValueError(
-            f"rollout.devices has {len(settings.rollout.devices)} entries, rollout.num_replicas is "
-            f"{settings.rollout.num_replicas}; make them equal"
+            f"rollout.devices has {num_lists} entries, rollout.num_replicas is {num_replicas}; make them equal"
         )
+
+
+def _gpus_of_rollouts(settings: "RunSettings") -> set[int]:
+    """Returns those with which the actor's are compared, by the numbers of each machine."""
+    lists = settings.rollout.devices if settings.takes_shifts_apart else settings.rollout.local_devices
+    return {device for devices in lists for device in devices}
 
 
 def _rollouts(settings: "RunSettings") -> dict[int, str]:
@@ -79,8 +127,9 @@ def _others(settings: "RunSettings") -> dict[str, tuple[int, ...]]:
     sections |= {"critic": settings.critic} if settings.critic else {}
     sections |= {f"references.{name}": section for name, section in settings.references.items()}
     servers = {f"reward.servers.{name}": section for name, section in settings.reward.servers.items()}
+    together = {"actor"} if settings.takes_shifts_apart else set[str]()
     return {
-        **{name: section.devices for name, section in sections.items() if section.address is None},
+        **{name: each.devices for name, each in sections.items() if each.address is None or name in together},
         **{name: section.gpus for name, section in servers.items() if section.address is None},
     }
 
@@ -102,11 +151,6 @@ def _check_shared(settings: "RunSettings", rollouts: set[int], others: dict[str,
         raise ValueError(
             f"GPU {min(rollouts)} is given to actor and to rollouts, who take turns on it, and rollout.sleep_mode is "
             "false; leave it out, or give each role its own GPU"
-        )
-    if settings.weights.backend == "nccl":
-        raise ValueError(
-            f"weights.backend nccl: NCCL cannot have the actor and a rollout on one GPU, and they share {min(rollouts)}"
-            "; leave it out"
         )
 
 

@@ -49,8 +49,9 @@ async def load(
         async with on_shift(args.settings, side), asyncio.timeout(timeout_s):
             return await device_thread.run(lambda: build(hooks), "loading the model")
     except TimeoutError as error:
+        waits = "; a rank that still waits for its shift says why in its log" if side is not None else ""
         raise DeadlineError(
-            f"{args.worker} was still loading the model after controller.start_timeout_s = {timeout_s:g} s"
+            f"{args.worker} was still loading the model after controller.start_timeout_s = {timeout_s:g} s{waits}"
         ) from error
 
 
