@@ -55,7 +55,7 @@ def _add_starting(command: AddCommand) -> None:
     check = command(
         "check", "validate a configuration without starting anything, and print what follows from it", _OVERRIDES
     )
-    check.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
+    check.add_argument("config", type=Path, metavar="CONFIG", help="the YAML file of a run, or of sft")
     manifests = command("manifests", "write what deploys a run in containers or by Slurm, from its file", _OVERRIDES)
     manifests.add_argument(
         "config", type=Path, metavar="CONFIG", help="the run's YAML file, with paths as its roles see them there"

@@ -49,8 +49,11 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
         from rolecall.commands.health import health
 
         return health(arguments, ROLES, overrides_from(rest, ("--live", "--name", "--tls")))
-    from rolecall.settings import load_settings, require_home
+    from rolecall.settings import is_of_sft, load_settings, require_home
 
+    checks = arguments.command == "check" and arguments.recipe is None
+    if arguments.command == "sft" or (checks and is_of_sft(arguments.config, overrides_from(rest, ("--recipe",)))):
+        return _sft(arguments, overrides_from(rest, ("--resume",)))
     if arguments.command in ("train", "check"):
         from rolecall.launcher.placed import load_unplaced
 
@@ -80,21 +83,27 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
         from rolecall.commands.manifests import manifests
 
         return manifests(arguments, overrides_from(rest, ("--out", "--recipe", "--to")), sys.stdout)
-    if arguments.command == "sft":
-        from rolecall.settings import load_sft_settings
-
-        overrides = overrides_from(rest, ("--resume",))
-        sft_settings = load_sft_settings(arguments.config, overrides)
-        if not _say_where(overrides):
-            require_home(arguments.config, sft_settings.run)
-        from rolecall.commands.sft import sft as fine_tune
-
-        return fine_tune(sft_settings, resume=arguments.resume)
     if rest:
         from rolecall.errors import ConfigError
 
         raise ConfigError(f"unexpected argument {rest[0]!r}; see rolecall {arguments.command} --help")
     return _run_as_it_stands(arguments)
+
+
+def _sft(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Runs `sft`, or `check` of a file of it."""
+    from rolecall.settings import load_sft_settings, require_home
+
+    settings = load_sft_settings(arguments.config, overrides)
+    if not _say_where(overrides):
+        require_home(arguments.config, settings.run)
+    if arguments.command == "check":
+        from rolecall.commands.check import check
+
+        return check(settings, sys.stdout)
+    from rolecall.commands.sft import sft
+
+    return sft(settings, resume=arguments.resume)
 
 
 def _say_where(overrides: Sequence[str]) -> bool:

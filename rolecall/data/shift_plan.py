@@ -15,7 +15,7 @@ from rolecall.data.megatron.stages import rank_parameters
 from rolecall.data.model_files import ModelFacts
 from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_held
 from rolecall.errors import ConfigError
-from rolecall.settings import OptimizerSection, RunSettings, TrainerSection
+from rolecall.settings import OptimizerSection, RunSettings, SftSettings, TrainerSection
 
 NVIDIA_SMI_TIMEOUT_S = 10.0
 CONTEXT_BYTES = 3 * 2**28
@@ -179,7 +179,7 @@ def received_bytes(settings: RunSettings, facts: ModelFacts) -> float:
     return facts.largest_layer * size * (1 + 1 / settings.rollout.tensor_parallel_size)
 
 
-def trains_nothing(settings: RunSettings) -> bool:
+def trains_nothing(settings: RunSettings | SftSettings) -> bool:
     """Whether trainers have neither gradients nor moments: a run of no steps, where the first one makes them."""
     return settings.run.num_steps == 0 and settings.actor.backend == "fsdp"
 

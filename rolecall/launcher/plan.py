@@ -245,12 +245,11 @@ def write_config(settings: RunSettings | SftSettings) -> Path:
 
 
 def _left_out(settings: RunSettings | SftSettings) -> dict[str, Any]:
-    tree: dict[str, Any] = {"store": {"url": True}}
+    derived = {size.setting for size in settings.derived_sizes}
+    tree: dict[str, Any] = {"store": {"url": True}, "actor": _sizes_left_out("actor", settings.actor, derived)}
     if isinstance(settings, RunSettings):
         for deadline in settings.derived_deadlines:
             tree.setdefault(deadline.section, {})[deadline.field] = True
-        derived = {size.setting for size in settings.derived_sizes}
-        tree.setdefault("actor", {}).update(_sizes_left_out("actor", settings.actor, derived))
         if settings.critic is not None:
             tree.setdefault("critic", {}).update(_sizes_left_out("critic", settings.critic, derived))
         for name, reference in settings.references.items():

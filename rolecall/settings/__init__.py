@@ -65,6 +65,7 @@ from rolecall.settings.environment import (
     visible_gpus,
 )
 from rolecall.settings.load import (
+    is_of_sft,
     load_reward_model_settings,
     load_settings,
     load_sft_settings,
@@ -251,6 +252,7 @@ __all__ = [
     "child_environment",
     "from_environment",
     "incarnation_given",
+    "is_of_sft",
     "load_reward_model_settings",
     "load_settings",
     "load_sft_settings",

@@ -50,6 +50,11 @@ def load_sft_settings(path: Path, overrides: list[str] | None = None) -> SftSett
     return _valid(SftSettings, tree, path, "")
 
 
+def is_of_sft(path: Path, overrides: Sequence[str] = ()) -> bool:
+    """Whether the file at `path`, overridden, is of `rolecall sft`. ConfigError when it cannot be read."""
+    return _is_of_sft(overridden(read_tree(path), overrides))
+
+
 def load_reward_model_settings(path: Path, overrides: list[str] | None = None) -> RewardModelSettings:
     """The same for the file of `rolecall serve reward-model`."""
     tree = overridden(read_tree(path), overrides or ())
@@ -79,7 +84,7 @@ def run_section_of(run: Path, *, owns_checkpoints: bool = False) -> RunSection |
     checkpoints, and is a copy of a run that is here, with the same ones.
     """
     file = config_of(run)
-    said = load_sft_settings(file).run if _is_of_sft(read_tree(file)) else load_settings(file).run
+    said = load_sft_settings(file).run if is_of_sft(file) else load_settings(file).run
     section = _at_home(said, run)
     if owns_checkpoints and section.checkpoints == said.checkpoints:
         require_no_copy(run, said)
@@ -145,8 +150,8 @@ def _valid(kind: type[_Settings], tree: dict[str, Any], path: Path, given: str) 
     except ValidationError as error:
         if kind is RunSettings and _is_of_sft(tree):
             raise ConfigError(
-                f"{path} is the file of `rolecall sft`, which checks it and starts it; no other command but rewind "
-                "and export takes it, and how far it is stands in metrics.jsonl and logs/sft.log in its run.dir"
+                f"{path} is the file of `rolecall sft`, which starts it; no other command but check, rewind and export "
+                "takes it, and how far it is stands in metrics.jsonl and logs/sft.log in its run.dir"
             ) from error
         if kind is SftSettings and {"algorithm", "reward"} <= tree.keys():
             raise ConfigError(f"{path} is the file of a run; start it with `rolecall train`") from error

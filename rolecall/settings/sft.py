@@ -4,12 +4,13 @@ that a run has, too, are the same.
 
 from typing import Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveInt, PrivateAttr, model_validator
 
 from rolecall.settings.data import JobSection, ModelSection, check_system_prompt
 from rolecall.settings.plugin import PluginSection
 from rolecall.settings.section import ConfigPath, DataFiles, NonNegativeInt, Section
 from rolecall.settings.services import TelemetrySection, TrackersSection
+from rolecall.settings.sizes.derived import DerivedSize, derive_sft_sizes
 from rolecall.settings.trainers import ActorSection, check_dtype
 
 
@@ -86,6 +87,13 @@ class SftSettings(Section):
     telemetry: TelemetrySection = TelemetrySection()
     trackers: TrackersSection = TrackersSection()
 
+    _derived_sizes: tuple[DerivedSize, ...] = PrivateAttr(())
+
+    @property
+    def derived_sizes(self) -> tuple[DerivedSize, ...]:
+        """Sizes that the file leaves out and that are not the defaults of their sections: derived from the rest."""
+        return self._derived_sizes
+
     @property
     def shows_images(self) -> bool:
         """Whether examples may show images."""
@@ -108,6 +116,9 @@ class SftSettings(Section):
 
     @model_validator(mode="after")
     def _longest_example_fits(self) -> Self:
+        """Sets what sizes the file leaves out."""
+        actor, self._derived_sizes = derive_sft_sizes(self)
+        vars(self)["actor"] = actor  # not by attribute: to everybody else the file is frozen
         check_dtype(self.actor, self.model.dtype)
         if self.actor.token_budget < self.data.max_tokens:
             raise ValueError(

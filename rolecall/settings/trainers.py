@@ -192,7 +192,7 @@ class TrainerSection(ServiceSection):
     num_ranks: PositiveInt = 1
     """Processes of the group."""
     token_budget: PositiveInt = 16384
-    """Most tokens in one microbatch; at least those of the longest trajectory, and unless set as many."""
+    """Most tokens in one microbatch; at least those of the longest trajectory or example, and unless set as many."""
     parallel: LayoutSection = LayoutSection()
     """How the ranks share the work."""
 
@@ -295,8 +295,8 @@ class ActorSection(TrainerSection):
     num_threads: PositiveInt | None = None
     """Threads per rank of a trainer on CPUs; absent: the machine's cores over the role's ranks."""
     gradient_checkpointing: bool = False
-    """Recompute activations in backward instead of keeping them; the actor and the critic. Unless set, true in a run on
-    GPUs where those of a microbatch would take more than 32 GiB of one, as far as config.json tells.
+    """Recompute activations in backward instead of keeping them; the actor and the critic. Unless set, true on GPUs
+    where those of a microbatch would take more than 32 GiB of one, as far as config.json tells.
     """
     activation_offload: bool = False
     """Keep activations in host memory between a layer's forward and its backward; with gradient_checkpointing the

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rolecall.commands.check.capacity import check_capacity, host_memory_bytes
-from rolecall.commands.check.footprint import memory_and_disk
+from rolecall.commands.check.footprint import host_memory, memory_and_disk
 from rolecall.commands.check.gpus import cache
 from rolecall.data.model_files import ModelFacts, read_model
 from rolecall.data.parameter_counts import UPDATED_AT_A_TIME
@@ -67,7 +67,7 @@ def test_roles_on_gpus_are_held_against_the_memory_of_each(make_settings: MakeSe
     with pytest.raises(
         ConfigError,
         match=r"actor needs at least 104.3 GiB on GPU 0, and no GPU of this machine has more than 80.0 GiB; "
-        r"use more GPUs for it, actor.optimizer.offload, a smaller model",
+        r"use more GPUs for it, actor.optimizer.offload, actor.lora, or a smaller model",
     ):
         lines(make_settings(actor={"devices": [0]}, rollout=rollout))
     lines(make_settings(actor={"devices": [0], "optimizer": {"offload": True}}, rollout=rollout))
@@ -349,7 +349,9 @@ def told_of_32b(make_settings: MakeSettings, tmp_path: Path, gpus: None) -> Call
     def told(facts: ModelFacts = FACTS_32B, **sections: dict[str, Any]) -> str:
         merged = {name: base.get(name, {}) | section for name, section in (base | sections).items()}
         settings = make_settings(**merged)
-        return "\n".join([*memory_and_disk(settings, facts), *cache(settings, facts), ""])
+        return "\n".join(
+            [*memory_and_disk(settings, facts), *host_memory(settings, facts), *cache(settings, facts), ""]
+        )
 
     return told
 

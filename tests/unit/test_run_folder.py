@@ -114,7 +114,7 @@ def test_nothing_is_started_by_the_file_of_a_folder_that_was_copied(
     assert f"directory {tmp_path}/copy" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["train", "check", "status", "watch", "ledger"])
+@pytest.mark.parametrize("command", ["train", "status", "watch", "ledger"])
 def test_the_file_of_a_fine_tuning_is_told_from_a_run_s(
     tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,7 @@
 
 Reads the model's JSON and safetensors headers, the tokenizer and the datasets, and looks around, by the files beside
 this one; imports no torch and no service. What is wrong is collected, so that one run of the command shows everything;
-`rolecall train` refuses to start anything while there is something. Estimates say that they are.
+`rolecall train` and `rolecall sft` refuse to start anything while there is something. Estimates say that they are.
 """
 
 import io
@@ -15,7 +15,8 @@ from typing import Any, TextIO
 from rolecall.algorithms.advantages.custom import load as load_advantage
 from rolecall.commands.check.capacity import check_capacity, require_gpus
 from rolecall.commands.check.explain import explain
-from rolecall.commands.check.footprint import memory_and_disk
+from rolecall.commands.check.fine_tuning import examples, trained_model
+from rolecall.commands.check.footprint import host_memory, memory_and_disk
 from rolecall.commands.check.gpus import cache
 from rolecall.commands.check.models import policy_model, tokenizer_and_models
 from rolecall.commands.check.preflight import NOTE, preflight
@@ -32,6 +33,7 @@ from rolecall.settings import (
     ExternalScorer,
     PassAtKAdvantage,
     RunSettings,
+    SftSettings,
     TrainerSection,
     may_meet,
 )
@@ -39,7 +41,7 @@ from rolecall.shifts import file_system_of
 from rolecall.trackers import require as require_trackers
 
 
-def check(settings: RunSettings, out: TextIO) -> int:
+def check(settings: RunSettings | SftSettings, out: TextIO) -> int:
     """Writes a line per finding to `out`; 0 when everything fits, 2 when something does not."""
     problems = find_problems(settings, out, partial(_tell, out))
     for problem in problems:
@@ -52,9 +54,9 @@ def check(settings: RunSettings, out: TextIO) -> int:
     return 2 if problems else 0
 
 
-def require(settings: RunSettings, out: TextIO) -> None:
-    """Makes the checks of `rolecall train` before it starts anything. ConfigError lists everything that is wrong; what
-    else is worth telling goes to `out`.
+def require(settings: RunSettings | SftSettings, out: TextIO) -> None:
+    """Makes the checks of `rolecall train`, or of `rolecall sft`, before it starts anything. ConfigError lists
+    everything that is wrong; what else is worth telling goes to `out`.
     """
     found = io.StringIO()
     problems = find_problems(settings, found, partial(_tell, out))
@@ -65,9 +67,11 @@ def require(settings: RunSettings, out: TextIO) -> None:
         raise ConfigError("\n  ".join([f"{len(problems)} problems; nothing was started:", *problems]))
 
 
-def find_problems(settings: RunSettings, out: TextIO, tell: Callable[[str], None] = lambda what: None) -> list[str]:
+def find_problems(
+    settings: RunSettings | SftSettings, out: TextIO, tell: Callable[[str], None] = lambda what: None
+) -> list[str]:
     """Everything that is wrong, a sentence each; what is well is written to `out`. `tell` is called with what is read
-    by then where there is much.
+    by then where there is much. Examples of a fine-tuning are read where nothing else is wrong: it may take minutes.
     """
     problems: list[str] = []
     found: dict[str, Any] = {}
@@ -81,6 +85,20 @@ def find_problems(settings: RunSettings, out: TextIO, tell: Callable[[str], None
             break  # said once
     facts: ModelFacts | None = found.get("facts")
     tokenizer: ChatTokenizer | None = found.get("tokenizer")
+    if isinstance(settings, RunSettings):
+        sections = _sections_of_run(settings, facts, tokenizer, tell)
+    else:
+        sections = _sections_of_sft(settings, facts, tokenizer)
+    for section in sections:
+        _collect(section, out, problems)
+    if isinstance(settings, SftSettings) and tokenizer is not None and not problems:
+        _collect(examples(settings, tokenizer, tell), out, problems)
+    return list(dict.fromkeys(problems))
+
+
+def _sections_of_run(
+    settings: RunSettings, facts: ModelFacts | None, tokenizer: ChatTokenizer | None, tell: Callable[[str], None]
+) -> list[Iterator[str]]:
     sections = [
         _run(settings),
         *all_prompts(settings, tokenizer, tell),
@@ -89,21 +107,30 @@ def find_problems(settings: RunSettings, out: TextIO, tell: Callable[[str], None
         _judges(settings),
     ]
     if facts is not None:
-        sections += [policy_model(settings, facts), memory_and_disk(settings, facts), cache(settings, facts)]
+        sections += [policy_model(settings, facts), memory_and_disk(settings, facts), host_memory(settings, facts)]
+        sections.append(cache(settings, facts))
         sections.append(check_capacity(settings, facts))
         sections += [tokenizer_and_models(settings, tokenizer)] if tokenizer is not None else []
     if tokenizer is not None:
         sections.append(explain_environments(settings, tokenizer))
-    sections += [
+    return [
+        *sections,
         *model_servers(settings),
         _placement(settings),
         _shifts(settings),
         _derived(settings),
         *preflight(settings),
     ]
-    for section in sections:
-        _collect(section, out, problems)
-    return list(dict.fromkeys(problems))
+
+
+def _sections_of_sft(
+    settings: SftSettings, facts: ModelFacts | None, tokenizer: ChatTokenizer | None
+) -> list[Iterator[str]]:
+    sections = [_run(settings), require_trackers(settings.trackers)]
+    if facts is not None:
+        sections += [trained_model(settings, facts, tokenizer)] if tokenizer is not None else []
+        sections += [memory_and_disk(settings, facts), host_memory(settings, facts), check_capacity(settings, facts)]
+    return [*sections, _placement(settings), _derived(settings)]
 
 
 def _tell(out: TextIO, what: str) -> None:
@@ -119,26 +146,28 @@ def _collect(lines: Iterator[str], out: TextIO, problems: list[str]) -> None:
         problems.append(error.message)
 
 
-def _run(settings: RunSettings) -> Iterator[str]:
+def _run(settings: RunSettings | SftSettings) -> Iterator[str]:
     require_folders(settings.run)
+    command = "train" if isinstance(settings, RunSettings) else "sft"
     directory = settings.run.dir
     used = directory.is_dir() and any(directory.iterdir())
     state = (
         "is new"
         if not used
-        else "holds a run: train needs --resume or another run.dir"
+        else f"holds a run: {command} needs --resume or another run.dir"
         if holds_a_run(directory)
         else "holds nothing that was trained"
     )
-    yield (
-        f"run {settings.run.name}: {settings.run.total_steps} steps, seed {settings.run.seed}, directory "
-        f"{directory} ({state})"
-    )
+    run = settings.run
+    length = f"{run.num_steps} steps" if run.num_steps is not None else f"{run.num_epochs} epoch(s)"
+    yield f"run {run.name}: {length}, seed {run.seed}, directory {directory} ({state})"
     if settings.run.checkpoint_url is not None:
         newest = newest_checkpoint(settings)
-        held = f"those of a run to step {newest.step}: train needs --resume or another place" if newest else "none yet"
+        held = (
+            f"those of a run to step {newest.step}: {command} needs --resume or another place" if newest else "none yet"
+        )
         yield f"checkpoints: run.checkpoint_url {settings.run.checkpoint_url} holds {held}"
-    if settings.run.deterministic:
+    if isinstance(settings, RunSettings) and settings.run.deterministic:
         how = "by batch-invariant kernels" if settings.rollout.devices else "one at a time, some ten times slower"
         yield f"deterministic: rollouts compute responses {how}; the same machine gives the same weights again"
 
@@ -257,22 +286,25 @@ def _shifts(settings: RunSettings) -> Iterator[str]:
         )
 
 
-def _placement(settings: RunSettings) -> Iterator[str]:
+def _placement(settings: RunSettings | SftSettings) -> Iterator[str]:
     trainers: dict[str, TrainerSection] = {"actor": settings.actor}
-    trainers |= {"critic": settings.critic} if settings.critic else {}
-    trainers |= {f"references.{name}": section for name, section in settings.references.items()}
+    others: list[tuple[str, tuple[int, ...], int]] = []
+    if isinstance(settings, RunSettings):
+        trainers |= {"critic": settings.critic} if settings.critic else {}
+        trainers |= {f"references.{name}": section for name, section in settings.references.items()}
+        others += [
+            (f"rollout-{i}", devices, settings.rollout.workers_per_replica)
+            for i, devices in enumerate(settings.rollout.local_devices)
+        ]
+        others += [
+            (f"reward.servers.{name}", section.gpus, section.num_workers)
+            for name, section in settings.reward.servers.items()
+            if section.address is None
+        ]
     placed = [
         (name, section.devices, section.num_ranks) for name, section in trainers.items() if section.address is None
     ]
-    placed += [
-        (f"rollout-{i}", devices, settings.rollout.workers_per_replica)
-        for i, devices in enumerate(settings.rollout.local_devices)
-    ]
-    placed += [
-        (f"reward.servers.{name}", section.gpus, section.num_workers)
-        for name, section in settings.reward.servers.items()
-        if section.address is None
-    ]
+    placed += others
     for name, section in trainers.items():
         if section.address is not None and section.devices and section.num_ranks % len(section.devices):
             raise ConfigError(
@@ -289,9 +321,9 @@ def _placement(settings: RunSettings) -> Iterator[str]:
         require_gpus(name, devices, num_ranks)
 
 
-def _derived(settings: RunSettings) -> Iterator[str]:
+def _derived(settings: RunSettings | SftSettings) -> Iterator[str]:
     """The lines on the sizes and the deadlines that the file leaves out."""
     for size in settings.derived_sizes:
         yield f"{size.setting}: {str(size.value).lower()}, derived: {size.why}"
-    for deadline in settings.derived_deadlines:
+    for deadline in settings.derived_deadlines if isinstance(settings, RunSettings) else ():
         yield f"{deadline.setting}: {deadline.seconds:g} s, derived: {deadline.why}"

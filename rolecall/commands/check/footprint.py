@@ -9,23 +9,19 @@ from pathlib import Path
 
 from rolecall.checkpoint.storage import DiskStorage, open_storage
 from rolecall.commands.check import gpus
-from rolecall.commands.check.capacity import LEAST_MOMENT_BYTES, host_memory_bytes, in_bytes
+from rolecall.commands.check.capacity import host_memory_bytes, in_bytes
 from rolecall.commands.check.preflight import NOTE
+from rolecall.commands.check.trainers import LEAST_MOMENT_BYTES, MOMENT_BYTES_PER_PARAMETER, Trainer, trainers
 from rolecall.data.adapters import expert_parameters
 from rolecall.data.dataset import RawPrompt
 from rolecall.data.images.tokens import require_visual_tokens
-from rolecall.data.megatron.stages import rank_parameters
 from rolecall.data.model_files import ModelFacts, sees_images
-from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_held
+from rolecall.data.parameter_counts import reference_held
 from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts
 from rolecall.errors import ConfigError
-from rolecall.settings import ActorSection, LoraSection, OptimizerSection, RunSettings, SftSettings, TrainerSection
+from rolecall.settings import LoraSection, RunSettings, SftSettings
 from rolecall.store.budget import PromptBytes, StoreBudget
 
-OPTIMIZER_BYTES_PER_PARAMETER = 16
-"""float32 master weight, gradient and two moments."""
-MOMENT_BYTES_PER_PARAMETER = 8
-"""Two float32 moments; muon has one of a matrix."""
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """float32 master weight and two moments."""
 CHANNELS_OF_FRAMES = 6
@@ -34,63 +30,70 @@ CHARS_PER_TOKEN = 4
 """About as many as a token of English or of code has."""
 
 
-def memory_and_disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
+def memory_and_disk(settings: RunSettings | SftSettings, facts: ModelFacts) -> Iterator[str]:
     """Yields a line per role on its memory, then what checkpoints take. ConfigError where a disk has no room."""
-    size = 4 if settings.model.dtype == "float32" else 2
-    weights = facts.num_parameters * size
-    actor = actor_parameters(settings, facts)
-    acting = _trained_per_rank(settings, settings.actor, actor, "model.path", settings.model.path)
-    yield f"memory (estimates): actor {in_bytes(acting)} of state per rank x {settings.actor.num_ranks}"
-    optimized = _optimized_per_rank(settings, settings.actor, actor, "model.path", settings.model.path)
-    yield from _moments(settings, settings.actor, settings.actor.optimizer, actor, optimized)
+    actor, *others = every = trainers(settings, facts)
+    weights = facts.num_parameters * actor.size
+    yield f"memory (estimates): actor {in_bytes(actor.state_bytes)} of state per rank x {actor.section.num_ranks}"
+    yield from _in_a_step(settings, facts, actor)
+    yield from _gathered(actor, weights)
+    if actor.lora is not None:
+        yield f"  adapters: {actor.counts.trained / 1e6:,.2f}M parameters are {_kept(settings)}"
+        yield from _merged_experts(actor, actor.lora)
+    if isinstance(settings, RunSettings):
+        yield from _critic(settings, facts, others)
+        if settings.shows_images and sees_images(settings.model.path):
+            yield _pixels(settings, actor.size)
+        for name, section in settings.references.items():
+            held = reference_held(settings, name, facts)
+            yield f"  reference {name} {in_bytes(held * actor.size)} per rank x {section.num_ranks}"
+        yield from _rollouts(settings, facts, weights)
+        yield from _samples(settings)
+    if settings.run.num_steps != 0:  # else no checkpoint is made
+        yield from _checkpoints(settings, every)
+
+
+def _in_a_step(settings: RunSettings | SftSettings, facts: ModelFacts, trainer: Trainer) -> Iterator[str]:
+    """Yields lines on where a trainer's state is in a step, and on a pass."""
+    if trainer.optimizer.offload:
+        there = "host memory but for the step"
+        if trainer.actor.backend == "fsdp":
+            at_a_time = trainer.counts.at_a_time * MOMENT_BYTES_PER_PARAMETER / trainer.section.num_shards
+            there = f"host memory, and a step has at most {in_bytes(at_a_time)} of them here at a time"
+        yield f"    of which at most {in_bytes(trainer.away_bytes)}, moments, are in {there}"
     if settings.run.num_steps != 0:
-        held = acting - _away(settings.actor.optimizer, optimized)
-        yield from gpus.passes(settings, facts, settings.actor, "actor", settings.model.path, held)
-    yield from _gathered(settings, weights)
-    if settings.actor.lora is not None:
-        published = "trained, published and kept" if settings.published_adapters is not None else "trained and kept"
-        merged = "" if settings.published_adapters is not None else ", and published with them (weights.merge_adapters)"
-        yield f"  adapters: {actor.trained / 1e6:,.2f}M parameters are {published}; the base stays as it is{merged}"
-        yield from _merged_experts(settings.actor, settings.actor.lora, settings.model.path, "actor.lora", size)
-    yield from _critic(settings, facts)
-    if settings.shows_images and sees_images(settings.model.path):
-        yield _pixels(settings, size)
-    for name, section in settings.references.items():
-        held = reference_held(settings, name, facts)
-        yield f"  reference {name} {in_bytes(held * size)} per rank x {section.num_ranks}"
-    yield from _rollouts(settings, facts, weights)
-    yield from _disk(settings, facts)
-    yield from _host(settings, facts)
+        yield from gpus.passes(settings, facts, trainer)
 
 
-def _critic(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
-    if settings.critic is not None and (optimizer := settings.critic_optimizer):
-        critic = critic_parameters(settings, facts)
-        path = settings.critic.path or settings.model.path
-        valuing = _trained_per_rank(settings, settings.critic, critic, "critic.path", path)
-        yield f"  critic {in_bytes(valuing)} per rank x {settings.critic.num_ranks}"
-        optimized = _optimized_per_rank(settings, settings.critic, critic, "critic.path", path)
-        yield from _moments(settings, settings.critic, optimizer, critic, optimized)
-        held = valuing - _away(optimizer, optimized)
-        yield from gpus.passes(settings, facts, settings.critic, "critic", path, held)
-        if settings.critic.lora is not None:
+def _kept(settings: RunSettings | SftSettings) -> str:
+    """Says what becomes of the actor's adapters."""
+    if isinstance(settings, SftSettings):
+        return "trained and kept; the base stays as it is"
+    if settings.published_adapters is not None:
+        return "trained, published and kept; the base stays as it is"
+    return "trained and kept; the base stays as it is, and published with them (weights.merge_adapters)"
+
+
+def _critic(settings: RunSettings, facts: ModelFacts, others: Sequence[Trainer]) -> Iterator[str]:
+    for critic in others:
+        yield f"  critic {in_bytes(critic.state_bytes)} per rank x {critic.section.num_ranks}"
+        yield from _in_a_step(settings, facts, critic)
+        if critic.lora is not None:
             yield (
-                f"    its adapters: {critic.trained / 1e6:,.2f}M parameters and the value head are trained and kept; "
-                "the base stays as it is"
+                f"    its adapters: {critic.counts.trained / 1e6:,.2f}M parameters and the value head are trained and "
+                "kept; the base stays as it is"
             )
-            size = 4 if settings.model.dtype == "float32" else 2
-            yield from _merged_experts(settings.actor, settings.critic.lora, path, "critic.lora", size)
+            yield from _merged_experts(critic, critic.lora)
 
 
-def _merged_experts(actor: ActorSection, lora: LoraSection, path: Path, setting: str, size: int) -> Iterator[str]:
-    """Yields a line on what experts with their adapters added take in an update, and one layer's gradients of them;
-    `size` bytes a number.
-    """
+def _merged_experts(trainer: Trainer, lora: LoraSection) -> Iterator[str]:
+    """Yields a line on what experts with their adapters added take in an update, and one layer's gradients of them."""
     if lora.experts:
-        layers = expert_parameters(path, setting)
-        held, of = (max(layers), "one layer") if actor.gradient_checkpointing else (sum(layers), "all layers")
-        remedy = "" if actor.gradient_checkpointing else "; actor.gradient_checkpointing makes it one layer's"
-        taken = in_bytes((held + max(layers)) * size)
+        layers = expert_parameters(trainer.path, f"{trainer.role}.lora")
+        recomputed = trainer.actor.gradient_checkpointing
+        held, of = (max(layers), "one layer") if recomputed else (sum(layers), "all layers")
+        remedy = "" if recomputed else "; actor.gradient_checkpointing makes it one layer's"
+        taken = in_bytes((held + max(layers)) * trainer.size)
         yield f"    experts with adapters: {taken} more per rank in an update, for their sums of {of}{remedy}"
 
 
@@ -131,10 +134,12 @@ def _pixels(settings: RunSettings, size: int) -> str:
     )
 
 
-def _gathered(settings: RunSettings, weights: float) -> Iterator[str]:
-    """Yields a line on the whole parameters, where any are gathered or cast. One rank casts no base of adapters."""
-    actor = settings.actor
-    nothing_cast = settings.model.dtype == "float32" or actor.lora is not None
+def _gathered(trainer: Trainer, weights: float) -> Iterator[str]:
+    """Yields a line on the whole parameters of the actor, where any are gathered or cast. One rank casts no base of
+    adapters.
+    """
+    actor = trainer.actor
+    nothing_cast = trainer.size == 4 or trainer.lora is not None
     if actor.backend != "fsdp" or (actor.num_ranks == 1 and nothing_cast):
         return
     how = {
@@ -166,69 +171,19 @@ def _shifts(plan: ShiftPlan) -> Iterator[str]:
     yield f"    sampling: {in_bytes(plan.resident)} beside the rollouts, all state of the trainers{away} in host memory"
 
 
-def _trained_per_rank(
-    settings: RunSettings, section: TrainerSection, counts: ParameterCounts, setting: str, path: Path
-) -> float:
-    size = 4 if settings.model.dtype == "float32" else 2
-    if settings.actor.backend == "fsdp":
-        optimized = counts.trained * OPTIMIZER_BYTES_PER_PARAMETER
-        return (counts.frozen * size + optimized) / section.num_shards
-    return rank_parameters(path, section, settings.actor.megatron, setting).trained_bytes(size)
-
-
-def _optimized_per_rank(
-    settings: RunSettings, section: TrainerSection, counts: ParameterCounts, setting: str, path: Path
-) -> float:
-    if settings.actor.backend == "fsdp":
-        return counts.trained / section.num_shards
-    return rank_parameters(path, section, settings.actor.megatron, setting).optimized
-
-
-def _moments(
-    settings: RunSettings,
-    section: TrainerSection,
-    optimizer: OptimizerSection,
-    counts: ParameterCounts,
-    num_parameters: float,
-) -> Iterator[str]:
-    """Yields a line on what is in host memory of a trainer's state, where its moments live there."""
-    if not optimizer.offload:
-        return
-    there = "host memory but for the step"
-    if settings.actor.backend == "fsdp":
-        at_a_time = in_bytes(counts.at_a_time * MOMENT_BYTES_PER_PARAMETER / section.num_shards)
-        there = f"host memory, and a step has at most {at_a_time} of them here at a time"
-    yield f"    of which at most {in_bytes(_away(optimizer, num_parameters))}, moments, are in {there}"
-
-
-def _away(optimizer: OptimizerSection, num_parameters: float) -> float:
-    """Bytes of moments that are in host memory while passes are made."""
-    return num_parameters * MOMENT_BYTES_PER_PARAMETER if optimizer.offload else 0.0
-
-
-def _disk(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
+def _samples(settings: RunSettings) -> Iterator[str]:
     if settings.trackers.num_samples_kept is None:
         batch = settings.algorithm.groups_per_batch * settings.sampling.num_responses
         most = batch * settings.longest_trajectory * CHARS_PER_TOKEN
         yield f"disk (estimate): samples.jsonl grows by up to {in_bytes(most)} a step, whose responses are all kept"
-    if settings.run.num_steps == 0:
-        return  # no checkpoint is made
-    kept = [(actor_parameters(settings, facts), settings.actor.lora)]
-    kept += [(critic_parameters(settings, facts), settings.critic.lora)] if settings.critic is not None else []
-    yield from checkpoints(settings, kept)
 
 
-def checkpoints(
-    settings: RunSettings | SftSettings, trained: Sequence[tuple[ParameterCounts, LoraSection | None]]
-) -> Iterator[str]:
-    """Yields lines on what checkpoints of models take, `trained` with these adapters. ConfigError where their disk has
-    no room for one.
-    """
+def _checkpoints(settings: RunSettings | SftSettings, trained: Sequence[Trainer]) -> Iterator[str]:
+    """Yields lines on what checkpoints of these trainers take. ConfigError where their disk has no room for one."""
     storage = open_storage(settings.run.checkpoints)
-    size = 4 if settings.model.dtype == "float32" else 2
     needed = sum(
-        counts.trained * CHECKPOINT_BYTES_PER_PARAMETER + (counts.frozen * size if lora is None else 0)
-        for counts, lora in trained
+        each.counts.trained * CHECKPOINT_BYTES_PER_PARAMETER + (each.frozen_bytes if each.lora is None else 0)
+        for each in trained
     )
     if not isinstance(storage, DiskStorage):
         yield f"checkpoints (estimate): {in_bytes(needed)} each in {storage.url}"
@@ -253,55 +208,53 @@ def checkpoints(
         )
 
 
-def _host(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
+def host_memory(settings: RunSettings | SftSettings, facts: ModelFacts) -> Iterator[str]:
     """Yields the line on what trainers on GPUs of this machine have in its own memory, and a note where it has less;
     of trainers that take shifts elsewhere, on each of their machines. ConfigError where this one could not hold what
     waits there from step to step.
     """
-    size = 4 if settings.model.dtype == "float32" else 2
-    trainers: list[tuple[TrainerSection, OptimizerSection, ParameterCounts]] = [
-        (settings.actor, settings.actor.optimizer, actor_parameters(settings, facts))
+    takes_shifts = isinstance(settings, RunSettings) and settings.takes_shifts
+    told = [
+        each
+        for each in trainers(settings, facts)
+        if each.section.devices and (each.section.address is None or takes_shifts)
     ]
-    if settings.critic is not None and (own := settings.critic_optimizer):
-        trainers.append((settings.critic, own, critic_parameters(settings, facts)))
-    told = [each for each in trainers if each[0].devices and (each[0].address is None or settings.takes_shifts)]
     if not told or settings.run.num_steps == 0:
         return
     copied, waiting = 0.0, 0.0
-    for section, optimizer, counts in told:
-        moments = LEAST_MOMENT_BYTES[optimizer.kind]
+    for each in told:
+        section, num_trained = each.section, each.counts.trained
+        moments = LEAST_MOMENT_BYTES[each.optimizer.kind]
         copies = section.parallel.replicate * len(section.devices) / section.num_ranks  # on one machine
-        copied += min(copies, 1) * counts.trained * (4 + moments)
-        if settings.takes_shifts:
-            waiting += copies * (counts.trained * (4 + moments) + counts.frozen * size)
-        elif optimizer.offload:
-            waiting += copies * counts.trained * moments
-    if settings.takes_shifts:
+        copied += min(copies, 1) * num_trained * (4 + moments)
+        if takes_shifts:
+            waiting += copies * (num_trained * (4 + moments) + each.frozen_bytes)
+        elif each.optimizer.offload:
+            waiting += copies * num_trained * moments
+    beside = f", beside {in_bytes(waiting)} of moments (optimizer.offload)" if waiting else ""
+    if isinstance(settings, RunSettings) and takes_shifts:
         for name in settings.references_in_shifts:
             reference = settings.references[name]
             num_ranks = len(reference.devices) or reference.num_ranks
-            waiting += reference_held(settings, name, facts) * num_ranks * size
+            waiting += reference_held(settings, name, facts) * num_ranks * told[0].size
         beside = f", beside {in_bytes(waiting)} of state that waits for its shift"
-    else:
-        beside = f", beside {in_bytes(waiting)} of moments (optimizer.offload)" if waiting else ""
-    is_here = all(section.address is None for section, _, _ in told)
+    is_here = all(each.section.address is None for each in told)
     of_each = "" if is_here else ", on each of the trainers' machines"
     yield f"host memory (estimate): {in_bytes(copied)} while a checkpoint is copied and written{beside}{of_each}"
     host = host_memory_bytes()
-    remedy = "give it more, spread them over more machines, or train adapters (actor.lora)"
+    spread = ", spread them over more machines," if isinstance(settings, RunSettings) else ""
+    remedy = f"give it more{spread} or train adapters (actor.lora)"
     if waiting > host and is_here:
         raise ConfigError(
             f"the trainers keep at least {in_bytes(waiting)} in this machine's memory, which has {in_bytes(host)}; "
             f"{remedy}"
         )
-    stored = settings.store.max_bytes if settings.store.url is None and is_here else 0
+    has_store = isinstance(settings, RunSettings) and settings.store.url is None and is_here
+    stored = settings.store.max_bytes if isinstance(settings, RunSettings) and has_store else 0
     if copied + waiting + stored > host:
-        whose = (
-            f"this machine's memory, and the store up to {in_bytes(stored)}, which has"
-            if is_here
-            else "the memory of each of their machines; this one has"
-        )
-        yield f"{NOTE} the trainers put up to {in_bytes(copied + waiting)} into {whose} {in_bytes(host)}; {remedy}"
+        store = f", and the store up to {in_bytes(stored)}" if stored else ""
+        where = f"this machine's memory{store}, which has" if is_here else "the memory of each machine; this one has"
+        yield f"{NOTE} the trainers put up to {in_bytes(copied + waiting)} into {where} {in_bytes(host)}; {remedy}"
 
 
 def store(settings: RunSettings, prompts: list[RawPrompt]) -> Iterator[str]:

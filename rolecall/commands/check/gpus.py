@@ -5,15 +5,15 @@ Estimates, so that they are notes where GPUs have less; refused is only what no 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 from rolecall.commands.check.capacity import in_bytes
 from rolecall.commands.check.preflight import NOTE
+from rolecall.commands.check.trainers import Trainer
 from rolecall.data.engine_limits import num_cached_per_token
 from rolecall.data.model_files import ModelFacts, max_model_tokens, text_config, vocab_size
 from rolecall.data.shift_plan import BUCKETS, gpu_memory_bytes, plan_shifts, received_bytes
 from rolecall.errors import ConfigError
-from rolecall.settings import RunSettings, TrainerSection
+from rolecall.settings import RunSettings, SftSettings
 from rolecall.settings.sizes.activations import activations
 
 SUM_BYTES = 4
@@ -22,14 +22,13 @@ ENGINE_BYTES = 4 * 2**30
 """What vLLM takes of a GPU besides weights and cache: CUDA, a step's activations and logits, captured graphs."""
 
 
-def passes(
-    settings: RunSettings, facts: ModelFacts, section: TrainerSection, role: str, path: Path, state: float
-) -> Iterator[str]:
-    """Yields the line on a training pass of the trainer `role`, and a note where a GPU of this machine has less. Most
-    machines of a run have the same, so that it is told of a trainer that runs on another, too. A rank keeps `state`
-    bytes meanwhile. Yields nothing of models whose layers are not reckoned.
+def passes(settings: RunSettings | SftSettings, facts: ModelFacts, trainer: Trainer) -> Iterator[str]:
+    """Yields the line on a training pass of `trainer`, and a note where a GPU of this machine has less. Most machines
+    of a run have the same, so that it is told of a trainer that runs on another, too. Yields nothing of models whose
+    layers are not reckoned.
     """
-    actor, layout, size = settings.actor, section.parallel, 4 if settings.model.dtype == "float32" else 2
+    actor, section, path, size = trainer.actor, trainer.section, trainer.path, trainer.size
+    layout = section.parallel
     shares_tokens = actor.backend == "megatron" and actor.megatron.sequence_parallel
     found = activations(path, size, 1 if shares_tokens else layout.tensor)
     if found is None:
@@ -39,8 +38,8 @@ def passes(
         kept = found.ends + found.layer * (1 if actor.gradient_checkpointing else 2)
     passed = kept * section.token_budget / layout.sequence / (layout.tensor if shares_tokens else 1)
     gathered = 0.0
-    lora = actor.lora if settings.critic is None or role == "actor" else settings.critic.lora
-    if actor.backend == "fsdp" and (section.num_ranks > 1 or (size == 2 and lora is None)):  # else nothing is cast
+    if actor.backend == "fsdp" and (section.num_ranks > 1 or (size == 2 and trainer.lora is None)):
+        # else nothing is cast
         ends = vocab_size(path) * found.layer_input * (2 if text_config(path).get("tie_word_embeddings") else 3)
         gathered = (facts.largest_layer * (3 * size + SUM_BYTES) + ends) / layout.tensor
     how = "with" if actor.gradient_checkpointing else "without"
@@ -53,17 +52,18 @@ def passes(
     if not section.devices or not gpus:
         return
     beside = 0.0
-    if settings.takes_shifts and settings.actor.devices:
+    if isinstance(settings, RunSettings) and settings.takes_shifts and actor.devices:
         plan = plan_shifts(settings, facts, gpus)
         beside = plan.training - plan.trained
-    total = state + passed + gathered + beside
+    total = trainer.state_bytes - trainer.away_bytes + passed + gathered + beside
     gpu = _smallest(gpus, section.devices)
     if total > gpu:
         whose = "a GPU" if section.address is None else "a GPU, if its machine has those of this one,"
+        what = "responses" if isinstance(settings, RunSettings) else "examples (data.max_tokens)"
         yield (
-            f"{NOTE} {role}: at the height of a pass a rank takes about {in_bytes(total)}, and {whose} has "
+            f"{NOTE} {trainer.role}: at the height of a pass a rank takes about {in_bytes(total)}, and {whose} has "
             f"{in_bytes(gpu)}; raise num_ranks or parallel.sequence, set actor.activation_offload or "
-            "optimizer.offload, or shorten responses"
+            f"optimizer.offload, or shorten {what}"
         )
 
 

@@ -1,23 +1,30 @@
 """Sizes that depend on what is run: derived here, and nowhere else, where the file leaves them out.
 
     sections, derived = derive_sizes(settings)     # a RunSettings in the making; `rolecall check` prints them
+    actor, derived = derive_sft_sizes(settings)    # the same of SftSettings
 
 A section's default is right for small models and short responses, and is the least. Every role derives the same from
 the same file and the model's config.json, so nothing is asked of the machine.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS, TOPK_IDS, TOPK_LOGPROBS, row_bytes
+from rolecall.settings.data import Dtype
 from rolecall.settings.section import Section
 from rolecall.settings.services import STORE_SHARE
 from rolecall.settings.sizes.activations import activations
-from rolecall.settings.trainers import TrainerSection
+from rolecall.settings.trainers import ActorSection, TrainerSection
 
 if TYPE_CHECKING:
     from rolecall.settings.run import RunSettings
+    from rolecall.settings.sft import SftSettings
+
+_Sized = TypeVar("_Sized", bound=Section)
+_Trainer = TypeVar("_Trainer", bound=TrainerSection)
 
 KEPT_BYTES = 32 * 2**30
 """Activations of a microbatch that a GPU is taken to have room for: two fifths of one of 80 GB."""
@@ -40,42 +47,63 @@ class DerivedSize:
 
 def derive_sizes(settings: "RunSettings") -> tuple[dict[str, Any], tuple[DerivedSize, ...]]:
     """The sections of `settings` with all sizes that are not set and not the default, by name, and what these are."""
-    derived: list[DerivedSize] = []
-
-    def with_size(section: Section, name: str, field: str, value: int | bool, why: str) -> Any:
-        if field in section.model_fields_set or value == getattr(section, field):
-            return section
-        derived.append(DerivedSize(f"{name}.{field}", value, why))
-        return section.model_copy(update={field: value})
-
-    def with_budget(section: TrainerSection, name: str, least: int) -> Any:
-        why = f"the longest trajectory; at least {section.token_budget}"
-        return with_size(section, name, "token_budget", max(section.token_budget, least), why)
-
-    longest = settings.conversation_tokens
+    derivation, longest = _Derivation(), settings.conversation_tokens
     rows = settings.max_row_tokens if settings.algorithm.sees_trajectories else 0
-    actor = with_budget(settings.actor, "actor", max(longest, rows))
+    actor = derivation.budget(settings.actor, "actor", max(longest, rows))
     sections: dict[str, Any] = {}
     if settings.critic is not None:
-        sections["critic"] = with_budget(settings.critic, "critic", longest)
+        sections["critic"] = derivation.budget(settings.critic, "critic", longest)
     sections["references"] = {
-        name: with_budget(section, f"references.{name}", longest) for name, section in settings.references.items()
+        name: derivation.budget(section, f"references.{name}", longest) for name, section in settings.references.items()
     }
     trained = [(actor, settings.model.path)]
     if settings.critic is not None:
         trained.append((sections["critic"], settings.critic.path or settings.model.path))
-    kept = 0.0 if actor.activation_offload else _kept_bytes(settings, trained)
-    why = f"without it a microbatch keeps about {kept / 2**30:,.0f} GiB of activations on a rank"
-    sections["actor"] = with_size(actor, "actor", "gradient_checkpointing", kept > KEPT_BYTES, why)
-    sections["store"] = with_size(settings.store, "store", "max_bytes", *_store_bytes(settings))
-    return sections, tuple(derived)
+    sections["actor"] = derivation.recomputation(actor, settings.model.dtype, trained)
+    sections["store"] = derivation.sized(settings.store, "store", "max_bytes", *_store_bytes(settings))
+    return sections, tuple(derivation.derived)
 
 
-def _kept_bytes(settings: "RunSettings", trained: list[tuple[TrainerSection, Path]]) -> float:
+def derive_sft_sizes(settings: "SftSettings") -> tuple[ActorSection, tuple[DerivedSize, ...]]:
+    """The trainer of a fine-tuning with all sizes that are not set and not the default, and what these are."""
+    derivation = _Derivation()
+    actor = derivation.budget(settings.actor, "actor", settings.data.max_tokens, "data.max_tokens")
+    actor = derivation.recomputation(actor, settings.model.dtype, [(actor, settings.model.path)])
+    return actor, tuple(derivation.derived)
+
+
+class _Derivation:
+    """The sizes that are derived of a file, one after the other."""
+
+    def __init__(self) -> None:
+        self.derived: list[DerivedSize] = []
+
+    def sized(self, section: _Sized, name: str, field: str, value: int | bool, why: str) -> _Sized:
+        """`section`, of this name, with `value` where the file sets none."""
+        if field in section.model_fields_set or value == getattr(section, field):
+            return section
+        self.derived.append(DerivedSize(f"{name}.{field}", value, why))
+        return section.model_copy(update={field: value})
+
+    def budget(self, section: _Trainer, name: str, least: int, of: str = "the longest trajectory") -> _Trainer:
+        """`section` with a token_budget for `least` tokens, which are those `of` something."""
+        why = f"{of}; at least {section.token_budget}"
+        return self.sized(section, name, "token_budget", max(section.token_budget, least), why)
+
+    def recomputation(
+        self, actor: ActorSection, dtype: Dtype, trained: Sequence[tuple[TrainerSection, Path]]
+    ) -> ActorSection:
+        """`actor` with gradient_checkpointing where one of the `trained` models would keep too much without it."""
+        kept = 0.0 if actor.activation_offload else _kept_bytes(dtype, trained)
+        why = f"without it a microbatch keeps about {kept / 2**30:,.0f} GiB of activations on a rank"
+        return self.sized(actor, "actor", "gradient_checkpointing", kept > KEPT_BYTES, why)
+
+
+def _kept_bytes(dtype: Dtype, trained: Sequence[tuple[TrainerSection, Path]]) -> float:
     """Activations of the fullest rank that trains on a GPU, were none computed again. Of a pipeline that is the first
     stage, which holds as many microbatches as there are stages.
     """
-    size = 4 if settings.model.dtype == "float32" else 2
+    size = 4 if dtype == "float32" else 2
     kept = [0.0]
     for section, path in trained:
         layout = section.parallel
