@@ -50,6 +50,8 @@ def slurm(tree: dict[str, Any], file: Path) -> dict[str, str]:
     done = complete(tree, {name: f"{_name(0)}:{next(ports)}" for name in local}, 0)
     done = with_full_paths(done, file)
     done["rpc"] = with_certificates(tree, "tls/{role}")
+    weights = tree.get("weights") or {}
+    done["weights"] = {**weights, "host": _name(0)}  # some node; whose it is follows from what is validated
     settings = validated(done, file)
     require_no_servers(settings)
     _ = settings.run.total_steps  # of a file whose epochs nobody counted, ConfigError here and not from each role
@@ -80,7 +82,7 @@ def slurm(tree: dict[str, Any], file: Path) -> dict[str, str]:
     for name, node in first.items():
         section = (done if name in done else done["references"])[name]
         section["address"] = f"{_name(node)}:{section['address'].rpartition(':')[2]}"
-    done["weights"] = {**(tree.get("weights") or {}), "host": _name(first["actor"])}
+    done["weights"] = {**weights, "host": _name(first["actor"])}
     values = {
         "nodes": len(nodes),
         "gpus": _gpus(settings),

@@ -232,7 +232,9 @@ class WeightsSection(Section):
     are on GPUs of their own, but not with deltas; else shared if all of them prove that they share memory, else gloo.
     """
     host: str = "127.0.0.1"
-    """Interface on which the actor opens the rendezvous; reachable from every rollout."""
+    """Interface on which the actor opens the rendezvous; reachable from every rollout, and in shifts from every rank of
+    the actor.
+    """
     ports: PortRange | None = None
     """`first-last`, ports that the weight channel and the ranks of trainers listen on, for network policies and meshes
     to name; absent: any. The kernel hands them out, so a role whose net.ipv4.ip_local_port_range is not inside refuses

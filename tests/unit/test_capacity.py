@@ -368,6 +368,7 @@ def test_state_that_shares_gpus_of_two_machines_is_divided_by_all_ranks_and_half
     two: dict[str, Any] = {
         "actor": {"devices": eight, "num_ranks": 16, "address": "one:1"},
         "rollout": {"devices": [eight[:4], eight[4:]] * 2, "num_replicas": 0, "sleep_mode": True},
+        "weights": {"host": "one"},
     }
     asleep = 32.762e9 * 12 / 2**30
     published = "of which the actor's parameters are {:.1f} GiB"

@@ -98,7 +98,8 @@ def test_what_a_publish_does_with_responses_in_flight_is_told_where_there_are_an
 
 def test_machines_whose_gpus_are_shared_are_told_what_their_run_dir_must_be(config: Path) -> None:
     shared = ["actor.devices=[0]", "actor.num_ranks=2", "actor.address=one:1", "rollout.devices=[[0], [0]]"]
-    told = findings(load_settings(config, [*shared, "rollout.num_replicas=0", "rollout.sleep_mode=true"]))[1]
+    shared += ["rollout.num_replicas=0", "rollout.sleep_mode=true", "weights.host=one"]
+    told = findings(load_settings(config, shared))[1]
     assert "take turns on the GPUs of their machines by locks in run.dir, which all of them must have mounted" in told
     assert f"here it is on {file_system_of(config)}" in told
     assert "locks in run.dir" not in findings(load_settings(config))[1]

@@ -114,6 +114,7 @@ OVER_TWO_MACHINES: dict[str, Any] = {
         "tensor_parallel_size": 4,
         "devices": [[0, 1, 2, 3], [4, 5, 6, 7]] * 2,
     },
+    "weights": {"host": "10.0.0.1"},
 }
 
 
@@ -146,6 +147,7 @@ def test_a_launcher_starts_the_rollouts_of_its_machine_beside_ranks_on_several(m
         ("rollout", {"devices": []}, r"and those of rollout\.devices are \[\]"),
         ("actor", {"devices": []}, r"actor\.devices is \[\], and those"),
         ("actor", {"num_ranks": 12}, r"actor\.num_ranks 12 is no multiple of the 8 GPUs"),
+        ("weights", {"host": "127.0.0.1"}, r"weights\.host 127\.0\.0\.1 is reached by nobody on the other machines"),
     ],
 )
 def test_gpus_of_several_machines_are_all_shared_or_none(
@@ -166,7 +168,7 @@ def test_a_rollout_that_is_added_to_a_run_in_shifts_may_have_gpus_of_its_own(mak
 
 def test_nccl_has_no_two_ranks_on_a_gpu_of_several_machines_either(make_settings: MakeSettings) -> None:
     with pytest.raises(ValidationError, match=r"weights\.backend nccl: NCCL cannot have"):
-        make_settings(**OVER_TWO_MACHINES, weights={"backend": "nccl"})
+        make_settings(**OVER_TWO_MACHINES | {"weights": {"backend": "nccl"}})
 
 
 def test_a_run_begins_with_all_rollouts_that_share_gpus_of_several_machines(make_settings: MakeSettings) -> None:

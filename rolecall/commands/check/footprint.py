@@ -253,7 +253,11 @@ def host_memory(settings: RunSettings | SftSettings, facts: ModelFacts) -> Itera
     stored = settings.store.max_bytes if isinstance(settings, RunSettings) and has_store else 0
     if copied + waiting + stored > host:
         store = f", and the store up to {in_bytes(stored)}" if stored else ""
-        where = f"this machine's memory{store}, which has" if is_here else "the memory of each machine; this one has"
+        where = (
+            f"this machine's memory{store}, which has"
+            if is_here
+            else "the memory of each of their machines; this one has"
+        )
         yield f"{NOTE} the trainers put up to {in_bytes(copied + waiting)} into {where} {in_bytes(host)}; {remedy}"
 
 

@@ -8,6 +8,7 @@ and whether they are the same ones is not seen but said, by rollout.sleep_mode.
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from rolecall.address import is_loopback_host
 from rolecall.errors import ConfigError
 from rolecall.settings.section import ServiceSection
 
@@ -69,6 +70,11 @@ def require_same_gpus(settings: "RunSettings") -> None:
                 f"which take turns with rollouts, are on {num_machines} machines with a GPU {device}; name it "
                 f"{num_machines} times, in a list of a rollout on each"
             )
+    if num_machines > 1 and is_loopback_host(settings.weights.host):
+        raise ConfigError(
+            f"weights.host {settings.weights.host} is reached by nobody on the other machines of the actor, whose "
+            "ranks send the weights there; name an interface of rank 0's machine that all of them reach"
+        )
 
 
 def references_beside(settings: "RunSettings") -> dict[str, "ReferenceSection"]:
