@@ -36,7 +36,7 @@ machines are another machine's work.
 ALONE_S, AGAIN_S = 60.0, 600.0
 """Seconds without a controller until a process that waits says what may be wrong, and until it does so again."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""What a file system says that has no locks."""
+"""What a file system says that has no locks; later one whose locks are away for a while."""
 FOLDER = "shifts"
 
 
@@ -156,7 +156,18 @@ def is_shift_of(side: Side, run_dir: Path) -> bool:
 def _open(run_dir: Path, side: Side) -> int:
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    return os.open(folder / side, os.O_RDWR | os.O_CREAT, 0o600)
+    file = os.open(folder / side, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        _is_exclusive(file)
+    except OSError as error:
+        os.close(file)
+        if error.errno not in NO_LOCKS:
+            raise
+        raise ConfigError(
+            f"run.dir is on a file system that has no locks, by which roles take turns on shared devices ({error}); "
+            "mount it with them (Lustre: -o flock), or name another"
+        ) from error
+    return file
 
 
 def _lock(file: int, kind: int) -> bool:
@@ -164,13 +175,6 @@ def _lock(file: int, kind: int) -> bool:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        raise ConfigError(
-            f"run.dir is on a file system that has no locks, by which roles take turns on shared devices ({error}); "
-            "mount it with them (Lustre: -o flock), or name another"
-        ) from error
     return True
 
 

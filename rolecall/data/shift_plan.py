@@ -110,6 +110,11 @@ class ShiftPlan:
             )
 
 
+def shares_gpus_here(settings: RunSettings) -> bool:
+    """Whether the GPUs of this machine are among those that roles of a run in shifts share, as far as its file says."""
+    return settings.actor.address is None or settings.rollout.num_replicas > 0
+
+
 def plan_shifts(settings: RunSettings, facts: ModelFacts, gpus: Mapping[int, int]) -> ShiftPlan:
     """The plan of a run that takes shifts on GPUs; `gpus` as gpu_memory_bytes says."""
     actor, rollout, critic = settings.actor, settings.rollout, settings.critic

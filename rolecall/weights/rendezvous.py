@@ -11,6 +11,7 @@ epoch began), those that the communicator itself makes under `comm`, and those o
 `shared`.
 """
 
+import errno
 import logging
 import socket
 import threading
@@ -23,7 +24,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported, though not in __all__
 
-from rolecall.errors import ChannelBrokenError, ChannelUnreachableError
+from rolecall.errors import ChannelBrokenError, ChannelUnreachableError, ConfigError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,10 +40,19 @@ _STORE_TIMEOUT = timedelta(seconds=10)
 
 
 class RendezvousServer:
-    """The store of an epoch, listening on `host` alone. It ends with the last reference to it."""
+    """The store of an epoch, listening on `host` alone. It ends with the last reference to it. ConfigError for a host
+    that this machine does not have.
+    """
 
     def __init__(self, host: str) -> None:
-        listener = socket.create_server((host, 0))
+        try:
+            listener = socket.create_server((host, 0))
+        except OSError as error:
+            if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
+                raise
+            raise ConfigError(
+                f"weights.host {host}: the actor's machine cannot listen there ({error}); name one of its interfaces"
+            ) from error
         self.host, self._port = host, int(listener.getsockname()[1])
         self._server = TCPStore(
             host, self._port, None, True, _STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -179,10 +189,19 @@ class Rendezvous:
             self._break(f"the rendezvous does not answer: {error}")
 
     def laggards(self, world_size: int) -> list[int]:
-        """Receiver ranks that have received the fewest buckets: the ones to blame for a late bucket."""
-        keys = {rank: f"progress/{rank}" for rank in range(1, world_size)}
-        progress = {rank: int(self._calls.get(key)) if self._calls.check([key]) else 0 for rank, key in keys.items()}
-        return [rank for rank, count in progress.items() if count == min(progress.values())]
+        """Receiver ranks that have received the fewest buckets: the ones to blame for a late bucket. None where the
+        rendezvous does not answer.
+        """
+
+        def received(rank: int) -> int:
+            key = f"progress/{rank}"
+            return int(self._calls.get(key)) if self._calls.check([key]) else 0
+
+        try:
+            progress = _bounded(lambda: list(map(received, range(1, world_size))), _STORE_TIMEOUT.total_seconds())
+        except (DistError, TimeoutError):
+            return []
+        return [rank for rank, count in enumerate(progress, start=1) if count == min(progress)]
 
     def close(self) -> None:
         """Stops watching. The epoch is over for this rank; nobody else is told."""

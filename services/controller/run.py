@@ -246,9 +246,9 @@ class ControllerRun:
             why = "".join(
                 f"; {role}: {self._unanswered[role].message}" for role in sorted(missing & self._unanswered.keys())
             )
+            who = ", ".join(self._awaited(role) for role in sorted(missing))
             raise BudgetSpentError(
-                f"{', '.join(sorted(missing))} did not come up within controller.{name} = {timeout_s:.0f} s; see "
-                f"their logs{why}"
+                f"{who} did not come up within controller.{name} = {timeout_s:.0f} s; see their logs{why}"
             ) from error
         return True
 
@@ -307,8 +307,10 @@ class ControllerRun:
         return True
 
     def _awaited(self, name: str) -> str:
-        loads = isinstance(self._unanswered.get(name), ScorerLoadingError)
-        return f"{name} (a server of its scorers is loading)" if loads else name
+        if isinstance(self._unanswered.get(name), ScorerLoadingError):
+            return f"{name} (a server of its scorers is loading)"
+        number, wanted = len(self._fleet.rollouts()), self._settings.num_first_rollouts
+        return f"{name} ({number} of {wanted})" if name == "rollouts" and 0 < number < wanted else name
 
     async def _beat(self) -> None:
         """The controller's own heartbeat in the store, outages of which it outlives: runs until cancelled. FencedError

@@ -491,3 +491,26 @@ def test_checkpoints_that_outgrow_disk_or_memory_are_noted(
     told_of_32b(actor=offloaded)
     with pytest.raises(ConfigError, match=r"the trainers keep at least 366\.1 GiB in this machine's memory, which has"):
         told_of_32b(rollout=shared)
+
+
+def test_shared_gpus_of_other_machines_are_not_held_against_those_of_this_one(
+    make_settings: MakeSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, eight = write_model(tmp_path / "model"), list(range(8))
+    (path / "config.json").write_text(json.dumps(QWEN3_32B))
+    monkeypatch.setattr("rolecall.commands.check.capacity.gpu_memory_bytes", lambda: {0: 24 * 2**30})
+    rollout = {"devices": [eight[:4], eight[4:]] * 2, "tensor_parallel_size": 4, "sleep_mode": True}
+
+    def check(num_replicas: int) -> None:
+        settings = make_settings(
+            run={"name": "test", "dir": str(tmp_path), "num_steps": 1, "checkpoint_url": "memory://checkpoints"},
+            actor={"devices": eight, "num_ranks": 16, "address": "one:1"},
+            rollout={**rollout, "num_replicas": num_replicas},
+            weights={"host": "one"},
+            store={"url": "redis://x:1"},
+        )
+        list(check_capacity(settings, FACTS_32B))
+
+    check(0)
+    with pytest.raises(ConfigError, match="more than it has"):
+        check(2)

@@ -166,6 +166,14 @@ def test_a_rollout_that_is_added_to_a_run_in_shifts_may_have_gpus_of_its_own(mak
     assert make_settings(actor=resolved.actor.model_dump(), rollout=added).takes_shifts
 
 
+def test_a_scorer_here_has_no_gpu_of_an_actor_elsewhere(make_settings: MakeSettings) -> None:
+    reward = {"components": {"correct": {"scorer": {"kind": "exact_match"}}}, "devices": [0]}
+    make_settings(**OVER_TWO_MACHINES, reward=reward)
+    beside = {**OVER_TWO_MACHINES["rollout"], "num_replicas": 2}
+    with pytest.raises(ValidationError, match="GPU 0 is given to"):
+        make_settings(**OVER_TWO_MACHINES | {"rollout": beside}, reward=reward)
+
+
 def test_nccl_has_no_two_ranks_on_a_gpu_of_several_machines_either(make_settings: MakeSettings) -> None:
     with pytest.raises(ValidationError, match=r"weights\.backend nccl: NCCL cannot have"):
         make_settings(**OVER_TWO_MACHINES | {"weights": {"backend": "nccl"}})

@@ -1,5 +1,7 @@
 """Shifts on shared devices: the locks by which nobody is on a device together with the other side."""
 
+import errno
+import fcntl
 import itertools
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rolecall.errors import ConfigError
 from rolecall.shifts import SIDES, Post, ShiftLocks, Side, file_system_of, is_shift_of
 
 TAKES = "import sys; from rolecall.shifts import Post; from pathlib import Path\n"
@@ -209,3 +212,20 @@ def test_a_wait_outlasts_a_controller_that_ends_and_is_started_again(tmp_path: P
         assert rollout.says() == waits
         assert second.gives_to("rollouts")
         assert rollout.says() == "on the devices"
+
+
+def test_a_file_system_without_locks_is_refused_and_one_whose_locks_are_away_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    post = Post(tmp_path / "worked", "rollouts")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match=r"run\.dir is on a file system that has no locks"):
+        Post(tmp_path / "without", "rollouts")
+    with pytest.raises(OSError, match="No locks available"):  # a role that ends so is started again
+        post.take()
+    monkeypatch.undo()
+    assert not post.take()
+    post.close()

@@ -20,6 +20,7 @@ import torch
 from rolecall.errors import (
     ChannelBrokenError,
     ChannelUnreachableError,
+    ConfigError,
     NotOnThisDeviceError,
     StaleEpochError,
     StaleVersionError,
@@ -542,3 +543,17 @@ def test_nccl_is_refused_by_name_where_there_is_no_gpu() -> None:
     if not torch.distributed.is_nccl_available():
         with pytest.raises(NotOnThisDeviceError, match="no NCCL"):
             NcclLibrary()
+
+
+def test_a_host_that_the_actors_machine_does_not_have_names_its_setting() -> None:
+    with publisher() as root, pytest.raises(ConfigError, match=r"weights\.host 192\.0\.2\.1: .* cannot listen there"):
+        root.open(1, 1, "192.0.2.1", "shared", MEET_S)
+
+
+def test_nobody_is_to_blame_where_the_rendezvous_does_not_answer() -> None:
+    host = RendezvousServer("127.0.0.1")
+    rendezvous = Rendezvous(host.address, 1, 1, MEET_S)
+    assert rendezvous.laggards(3) == [1, 2]
+    del host
+    assert rendezvous.laggards(3) == []
+    rendezvous.close()

@@ -15,7 +15,13 @@ from rolecall.commands.check.trainers import Trainer, trainers
 from rolecall.data.engine_limits import num_cached_per_token
 from rolecall.data.model_files import ModelFacts, max_model_tokens
 from rolecall.data.parameter_counts import reference_held
-from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts, received_bytes, trains_nothing
+from rolecall.data.shift_plan import (
+    gpu_memory_bytes,
+    plan_shifts,
+    received_bytes,
+    shares_gpus_here,
+    trains_nothing,
+)
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, SftSettings, TrainerSection, require_visible
 from rolecall.settings.deadlines import model_bytes
@@ -80,7 +86,7 @@ def check_capacity(settings: RunSettings | SftSettings, facts: ModelFacts) -> It
             )
     if isinstance(settings, RunSettings):
         if settings.takes_shifts and settings.actor.devices:
-            plan_shifts(settings, facts, gpus).require_room()
+            plan_shifts(settings, facts, gpus if shares_gpus_here(settings) else {}).require_room()
         _check_store(settings, host)
     named = ", ".join(f"GPU {device} {in_bytes(num_bytes)}" for device, num_bytes in gpus.items())
     yield f"machine: {num_cores} cores, {in_bytes(host)} of memory" + (f", {named}" if named else "")

@@ -17,7 +17,7 @@ from rolecall.data.dataset import RawPrompt
 from rolecall.data.images.tokens import require_visual_tokens
 from rolecall.data.model_files import ModelFacts, sees_images
 from rolecall.data.parameter_counts import reference_held
-from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts
+from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts, shares_gpus_here
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, RunSettings, SftSettings
 from rolecall.store.budget import PromptBytes, StoreBudget
@@ -114,7 +114,8 @@ def _rollouts(settings: RunSettings, facts: ModelFacts, weights: float) -> Itera
             f"at the actor's first rank and as much at each of {num_workers} workers of a rollout"
         )
     if settings.takes_shifts and rollout.devices:
-        yield from _shifts(plan_shifts(settings, facts, gpu_memory_bytes()))
+        here = gpu_memory_bytes() if shares_gpus_here(settings) else {}
+        yield from _shifts(plan_shifts(settings, facts, here))
     yield from gpus.publish(settings, facts)
 
 

@@ -24,6 +24,8 @@ def shares_devices(settings: "RunSettings") -> bool:
     shared = gpus & set(others.get("actor", ()))
     owners: dict[int, list[str]] = {}
     for name, devices in others.items():
+        if name == "actor" and settings.actor.address is not None:
+            continue  # on other machines, with whose rollouts alone it is compared
         for device in devices:
             owners.setdefault(device, []).append(name)
     for device, names in owners.items():

@@ -64,9 +64,9 @@ async def follow(
     """The other ranks: builds, as rank 0 does, and obeys it until it stops the group. They leave when rank 0 says so,
     whom a signal is passed on to, and at once when it is lost. Where it was stopped, so were they.
     """
-    stopping = stop_requested()
-    hooks = ProcessHooks(args.worker, lost=way_out(args.worker), is_stopping=stopping.is_set)
     async with on_shift(args.settings, side):
+        stopping = stop_requested()  # a signal before ends the wait, and this process
+        hooks = ProcessHooks(args.worker, lost=way_out(args.worker), is_stopping=stopping.is_set)
         role = await asyncio.to_thread(build, hooks)
     if not await asyncio.to_thread(role.follow):
         stopping.set()
