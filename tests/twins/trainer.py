@@ -199,6 +199,7 @@ class ActorTwin(TrainerTwin):
 
     lies = False
     """While true, the digest it names is another than the one it sent."""
+    all_ranks_send = False
 
     @property
     def publishes(self) -> list[tuple[int, int]]:
@@ -209,8 +210,6 @@ class ActorTwin(TrainerTwin):
         """Returns the rollout's logprobs as its own."""
         sum_squared_probs = row["response_mask"].astype(np.float32) / 2
         return {"old_logprobs": row["rollout_logprobs"], "sum_squared_probs": sum_squared_probs}
-
-    all_ranks_send = False
 
     def end_before(self, epoch: int) -> None:
         pass

@@ -1,6 +1,8 @@
 """What ActorService promises of the weights that it publishes, over a real connection, store and model."""
 
 import asyncio
+import threading
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from rolecall.errors import (
     StaleEpochError,
     StaleVersionError,
 )
-from rolecall.v1 import weights_pb2
+from rolecall.rpc.channel import open_channel
+from rolecall.store.rows import Rows
+from rolecall.v1 import actor_pb2, actor_pb2_grpc, weights_pb2
 from rolecall.v1.training_pb2 import (
     GetTrainerInfoRequest,
 )
@@ -28,8 +32,13 @@ from rolecall.weights.transfer import Reception, agreed_manifest
 from rolecall.weights.transferred import Transferred
 from rolecall.wire import decode_tensor
 from tests.fixtures_store import StoreUnderTest
+from tests.twins.callers import party
+from tests.twins.run import ServedActor, served
 from tests.twins.served import PROBE, MakeRun, publish_request, served_actor, true_logprobs
+from tests.twins.trainer import ActorTwin
 from tests.waiting import until
+
+WITHIN_S = 60.0
 
 
 def receive(opened: weights_pb2.OpenWeightChannelResponse, epoch: int) -> tuple[dict[str, torch.Tensor], str]:
@@ -228,3 +237,55 @@ async def test_a_publish_whose_caller_leaves_frees_the_actor_and_its_receivers(
 async def one(call: Any) -> Any:
     """A call as a task."""
     return await call
+
+
+class SendingOnAllRanks(ActorTwin):
+    """An actor whose first publish lasts until its epoch is ended, and which notes what came in which order."""
+
+    all_ranks_send = True
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__(rows)
+        self.said: list[str] = []
+        self.is_sending, self._ended = threading.Event(), threading.Event()
+
+    def end_before(self, epoch: int) -> None:
+        self.said.append(f"end before {epoch}")
+        if epoch > 1:
+            self._ended.set()
+
+    def open_channel(self, request: weights_pb2.OpenWeightChannelRequest) -> weights_pb2.OpenWeightChannelResponse:
+        self.said.append(f"open {request.epoch}")
+        return super().open_channel(request)
+
+    def send(self, request: actor_pb2.PublishWeightsRequest) -> actor_pb2.PublishWeightsResponse:
+        self.is_sending.set()
+        assert self._ended.wait(WITHIN_S)
+        self.said.append("the ranks are free")
+        raise ChannelBrokenError("a receiver is gone")
+
+
+async def test_ranks_that_all_send_open_an_epoch_once_they_are_free_of_the_one_before(store: StoreUnderTest) -> None:
+    """The time to meet begins when they can come: the rest of a model may take longer to gather than that."""
+    ctl = store.ledger.ctl
+
+    def request(epoch: int) -> weights_pb2.OpenWeightChannelRequest:
+        return weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=epoch, world_size=2, timeout_s=10)
+
+    async with AsyncExitStack() as stack:
+        servicer = ServedActor(store, stack, "memory://checkpoints")
+        actor = SendingOnAllRanks(store.rows)
+        servicer.restart(actor)
+        address = await served(
+            stack, actor_pb2_grpc.add_ActorServiceServicer_to_server, servicer, "rolecall.v1.ActorService"
+        )
+        channel = open_channel(address, party())
+        stack.push_async_callback(channel.close)
+        stub = actor_pb2_grpc.ActorServiceStub(channel)
+        await stub.OpenWeightChannel(request(1), timeout=WITHIN_S)
+        publishing = asyncio.ensure_future(stub.PublishWeights(publish_request(ctl, 0, 1), timeout=WITHIN_S))
+        await asyncio.to_thread(actor.is_sending.wait, WITHIN_S)
+        await stub.OpenWeightChannel(request(2), timeout=WITHIN_S)
+        with pytest.raises(ChannelBrokenError):
+            await publishing
+    assert actor.said == ["end before 1", "open 1", "end before 2", "the ranks are free", "open 2"]
