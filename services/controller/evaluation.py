@@ -10,32 +10,158 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import stdev
 from typing import Any
 
-from rolecall.errors import RoleCallError, UnavailableError
+import numpy as np
+
+from rolecall.algorithms.best_and_worst import best_and_worst_at_k, is_graded
+from rolecall.algorithms.pass_and_majority import majority_at_k, pass_at_k, subset_sizes
+from rolecall.data.dataset import load_prompts
+from rolecall.data.images.files import ImageFile
+from rolecall.errors import InvalidInputError, RoleCallError, ScorerError, UnavailableError
 from rolecall.scoring.client import RewardClient
-from rolecall.scoring.scores import Score
-from rolecall.settings import FEW_CALLS, RunSettings
+from rolecall.scoring.items import CHUNK_IMAGE_BYTES, chunked, groups_of, num_shown_in, score_item
+from rolecall.scoring.scores import Failure, Score
+from rolecall.scoring.sources import MAX_SOURCES, SOURCE_FIELD, count_sources, source_of
+from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.settings.deadlines import TOKENS_PER_S
 from rolecall.telemetry import Metrics
-from rolecall.trajectory import seed_of
-from rolecall.v1 import rollout_pb2, trajectory_pb2
+from rolecall.trajectory import is_truncated, seed_of
+from rolecall.v1 import reward_pb2, rollout_pb2, trajectory_pb2
+from rolecall.wire import Array
 from services.controller.board import RunBoard
 from services.controller.fleet.liveness import Rollout
 from services.controller.fleet.members import Fleet
-from services.controller.held_out.figures import summarise
-from services.controller.held_out.patience import PAUSE_S, Patience
-from services.controller.held_out.scoring import HeldOutResponse, HeldOutScorer, read_images
-from services.controller.held_out.sets import HeldOutSet
+from services.controller.groups.prompts import PromptRenderer
 from services.controller.samples import sample
 
 logger = logging.getLogger(__name__)
 
+SCORE_CHUNK = 256
+"""Items per Score call, or a prompt's responses where they are more."""
+TOLD_PROMPTS = 25_000
+"""Prompts between two words on how far their tokenizing is: some seconds."""
 LEAST_S = 600.0
 """Seconds that any evaluation gets."""
 ROUNDS = 3
 """Most times that the rollouts which hold the weights are asked for what nobody has answered."""
+TRIES = 3
+"""Most times that what is not scored is asked for while others are."""
+PAUSE_S = 2.0
+"""Pause before items are scored again whose scorer was away, and between two looks for a rollout with the weights."""
+
+
+@dataclass(frozen=True)
+class HeldOutSet:
+    """A held-out set, rendered once. Files of images are read again for each evaluation, and not kept."""
+
+    name: str
+    section: EvaluationSet
+    prompts: tuple[trajectory_pb2.Prompt, ...]
+    """The prompts that fit, without their images."""
+    images: Mapping[int, tuple[ImageFile, ...]] = field(default_factory=dict)
+    """The images of a prompt, by its place in `prompts`."""
+    sources: tuple[str | None, ...] = ()
+    """The source of each prompt; empty where none is reported."""
+
+
+def load_sets(
+    settings: RunSettings, renderer: PromptRenderer, tell: Callable[[str], None] = lambda what: None
+) -> list[HeldOutSet]:
+    """All configured sets. ConfigError, and `tell`, as load_prompts; prompts that are too long, or cannot be shown by
+    the heads of their images' files, are left out with a warning. StorageUnavailableError for an image that cannot be
+    read now.
+    """
+    sets = []
+    for name, section in settings.evaluation.sets.items():
+        prompts, images, num_too_long = list[trajectory_pb2.Prompt](), dict[int, tuple[ImageFile, ...]](), 0
+        sources = list[str | None]()
+        read = load_prompts(
+            section.path,
+            settings.data,
+            settings.reward,
+            environments=settings.environments,
+            max_prompts=section.max_prompts,
+            tell=tell,
+        )
+        for number, raw in enumerate(read, 1):
+            if number % TOLD_PROMPTS == 0:
+                tell(f"the prompts of evaluation.sets.{name}, {number:,} of {len(read):,} tokenized")
+            try:
+                prompt = renderer.render(raw, 0, by_heads=True)  # all of a set before a run begins: opened, minutes
+            except InvalidInputError as error:
+                logger.warning("evaluation set %s: a prompt cannot be shown and is left out: %s", name, error.message)
+                continue
+            if prompt is None:
+                num_too_long += 1
+                continue
+            if raw.images:
+                del prompt.images[:]
+                images[len(prompts)] = raw.images
+            prompts.append(prompt)
+            sources.append(source_of(raw.metadata))
+        if num_too_long:
+            logger.warning(
+                "evaluation set %s: %d prompts exceed data.max_prompt_tokens and are left out", name, num_too_long
+            )
+        sets.append(HeldOutSet(name, section, tuple(prompts), images, _reported(name, sources)))
+    return sets
+
+
+def _reported(name: str, sources: Sequence[str | None]) -> tuple[str | None, ...]:
+    """`sources`, or none where they part the set into one, or into too many."""
+    num_sources = len(count_sources(sources))
+    if num_sources > MAX_SOURCES:
+        logger.warning(
+            "evaluation set %s: its field %s has %d texts, more than the %d that are reported by themselves: none is",
+            name,
+            SOURCE_FIELD,
+            num_sources,
+            MAX_SOURCES,
+        )
+    return tuple(sources) if 0 < num_sources <= MAX_SOURCES else ()
+
+
+@dataclass(frozen=True)
+class _Response:
+    prompt: trajectory_pb2.Prompt
+    answer: rollout_pb2.GenerateResponse
+    images: Sequence[ImageFile]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were sampled."""
+        return sum(span.end - span.start for span in self.answer.meta.spans)
+
+
+@dataclass(frozen=True)
+class _Unscored:
+    """Responses that are to be scored in one call."""
+
+    items: Sequence[reward_pb2.ScoreItem]
+    num_failed: int = 0
+    """Times that none of them was scored, though others were since they failed first."""
+    num_scored: float = math.inf
+    """Responses that had been scored before they failed first."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """The time that an evaluation has. While people pause the run it stands still: they may have taken roles away."""
+
+    board: RunBoard
+    timeout_s: float
+    limit: asyncio.Timeout
+
+    async def wait(self, seconds: float) -> None:
+        """Waits before somebody who was away is asked again."""
+        await asyncio.sleep(seconds)
+        if self.board.paused:
+            self.limit.reschedule(asyncio.get_running_loop().time() + self.timeout_s)
 
 
 class Evaluation:
@@ -61,15 +187,15 @@ class Evaluation:
     def timeout_s(self) -> float:
         """Deadline of one evaluation, which the next publish waits for no longer: LEAST_S, and the longest response of
         every set, as often as a single rollout would go through its prompts, at 2 tokens/s, but no less than one call
-        of a rollout may take; then every Score call, FEW_CALLS at a time, with all its attempts.
+        of a rollout may take; then every Score call, one after another, with all its attempts.
         """
-        reward, rollout, most = self._settings.reward, self._settings.rollout, self._settings.responses_per_group
+        reward, rollout = self._settings.reward, self._settings.rollout
         num_tokens, num_calls = 0, 0
         for held_out in self._sets:
             num_tokens += math.ceil(len(held_out.prompts) / self._width(held_out)) * self._max_tokens(held_out)
-            num_calls += math.ceil(len(held_out.prompts) / max(1, most // held_out.section.num_responses))
+            num_calls += math.ceil(len(held_out.prompts) / max(1, SCORE_CHUNK // held_out.section.num_responses))
         sampling_s = max(LEAST_S + num_tokens / TOKENS_PER_S, rollout.generation_timeout_s)
-        return sampling_s + math.ceil(num_calls / FEW_CALLS) * reward.timeout_s * reward.max_attempts
+        return sampling_s + num_calls * reward.timeout_s * reward.max_attempts
 
     async def run(self, step: int, version: Callable[[], int]) -> tuple[Metrics, list[dict[str, Any]]]:
         """Metrics "eval/<set>/..." and samples for people, of the weights after `step` steps. `version` says under
@@ -83,9 +209,8 @@ class Evaluation:
                 for held_out in self._sets:
                     started = time.monotonic()
                     responses = await self._generate(held_out, step, version, patience)
-                    scored = await HeldOutScorer(self._settings, self._reward, responses, patience).scores()
-                    solved_at = self._settings.reward.solved_at
-                    await asyncio.to_thread(summarise, held_out, responses, solved_at, scored, metrics)
+                    scored = await self._score(responses, patience)
+                    await asyncio.to_thread(self._summarise, held_out, responses, scored, metrics)
                     metrics.max(f"eval/{held_out.name}/time_s", time.monotonic() - started)
                     samples += self._samples(step, held_out, responses, scored)
         finally:
@@ -93,7 +218,7 @@ class Evaluation:
         return metrics, samples
 
     def _samples(
-        self, step: int, held_out: HeldOutSet, responses: Sequence[HeldOutResponse], scored: dict[str, Score]
+        self, step: int, held_out: HeldOutSet, responses: Sequence[_Response], scored: dict[str, Score]
     ) -> list[dict[str, Any]]:
         """The responses that are kept for people: the first of each prompt, then the second of each."""
         by_index = sorted(responses, key=lambda response: response.answer.meta.index)
@@ -105,9 +230,9 @@ class Evaluation:
 
     async def _generate(
         self, held_out: HeldOutSet, step: int, version: Callable[[], int], patience: Patience
-    ) -> list[HeldOutResponse]:
+    ) -> list[_Response]:
         queue = list(enumerate(held_out.prompts))[::-1]
-        results: dict[int, list[HeldOutResponse]] = {}
+        results: dict[int, list[_Response]] = {}
         timeout_s = self._settings.rollout.generation_timeout_s
         width = self._width(held_out)
 
@@ -117,13 +242,13 @@ class Evaluation:
                 request = self._request(held_out, step, index, policy_version)
                 if images := held_out.images.get(index, ()):
                     try:
-                        request.prompt.images[:] = await asyncio.to_thread(read_images, images)
+                        request.prompt.images[:] = await asyncio.to_thread(_read, images)
                     except RoleCallError as error:
                         logger.warning("evaluation prompt %s (%s) cannot be shown: %s", request.id, prompt.uid, error)
                         continue
                 try:
                     results[index] = [
-                        HeldOutResponse(prompt, answer, images)
+                        _Response(prompt, answer, images)
                         async for answer in rollout.stub.Generate(request, timeout=timeout_s)
                     ]
                 except UnavailableError as error:
@@ -191,3 +316,165 @@ class Evaluation:
             seed=seed_of(self._settings.run.seed, index, 0),
             policy_version=policy_version,
         )
+
+    async def _score(self, responses: Sequence[_Response], patience: Patience) -> dict[str, Score]:
+        """The scores by item. A scorer that is away is asked again, as for a group that is trained on, with all of a
+        prompt's responses; in halves, so that those of one prompt that are never scored stand alone at last. They are
+        given up when they failed TRIES times since others were scored.
+        """
+        items = await asyncio.to_thread(_items, responses)  # of a large set it takes half a minute
+        shown = {response.answer.meta.id: response for response in responses} if self._settings.shows_images else {}
+        scored: dict[str, Score] = {}
+        left = deque(_Unscored(chunk) for chunk in chunked(items, SCORE_CHUNK))
+        while left:
+            asked, num_before = left.popleft(), len(scored)
+            away = await self._score_chunk(asked.items, shown, scored)
+            if not away:
+                continue
+            num_scored = min(asked.num_scored, num_before)
+            is_stuck = len(scored) == num_before > num_scored
+            groups, num_failed = groups_of(away), asked.num_failed + is_stuck
+            if num_failed == TRIES:
+                logger.warning("%d held-out responses are not scored, though others are", len(away))
+                continue
+            logger.debug("%d held-out responses cannot be scored at present, trying again", len(away))
+            half = (len(groups) + 1) // 2
+            for part in filter(None, (groups[:half], groups[half:])):
+                left.append(_Unscored([away[place] for group in part for place in group], num_failed, num_scored))
+            await patience.wait(PAUSE_S)
+        return scored
+
+    async def _score_chunk(
+        self, items: Sequence[reward_pb2.ScoreItem], shown: Mapping[str, _Response], scored: dict[str, Score]
+    ) -> list[reward_pb2.ScoreItem]:
+        """Adds scores to `scored`; returns what is to be scored again. `shown`: responses by item, in a run that shows
+        images.
+        """
+        try:
+            reads_images = bool(shown) and reward_pb2.SCORE_FIELD_IMAGES in (await self._reward.describe()).reads
+        except ScorerError as error:
+            logger.warning("%d held-out responses are not scored: %s", len(items), error)
+            return []
+        except RoleCallError as error:
+            logger.debug("the scorer does not describe itself at present: %s", error)
+            return list(items)
+        if not reads_images:
+            return await self._sent(items, scored)
+        away = set[str]()
+        for part in chunked(items, CHUNK_IMAGE_BYTES, lambda item: _image_bytes(shown[item.id])):
+            if whole := await asyncio.to_thread(_with_images, part, shown):
+                away |= {item.id for item in await self._sent(whole, scored)}
+        return [item for item in items if item.id in away]
+
+    async def _sent(
+        self, items: Sequence[reward_pb2.ScoreItem], scored: dict[str, Score]
+    ) -> list[reward_pb2.ScoreItem]:
+        outcomes = await self._reward.score(items)
+        scored |= {item.id: each for item, each in zip(items, outcomes, strict=True) if isinstance(each, Score)}
+        away = {place for place, each in enumerate(outcomes) if isinstance(each, Failure) and each.retryable}
+        return [items[place] for group in groups_of(items) if not away.isdisjoint(group) for place in group]
+
+    def _summarise(
+        self, held_out: HeldOutSet, responses: Sequence[_Response], scored: dict[str, Score], metrics: Metrics
+    ) -> None:
+        prefix = f"eval/{held_out.name}"
+        metrics.sum(f"{prefix}/missing", len(held_out.prompts) * held_out.section.num_responses - len(scored))
+        for response in responses:
+            metrics.mean(f"{prefix}/response_tokens", response.num_tokens)
+            metrics.mean(f"{prefix}/truncated", float(is_truncated(response.answer.meta)))
+        for score in scored.values():
+            metrics.mean(f"{prefix}/reward", score.total)
+            metrics.mean(f"{prefix}/accuracy", float(score.reaches(self._settings.reward.solved_at)))
+            for name, value in score.components.items():
+                metrics.mean(f"{prefix}/{name}", value)
+        _summarise_prompts(prefix, held_out.section.num_responses, self._settings.reward.solved_at, scored, metrics)
+        _summarise_sources(prefix, held_out.sources, self._settings.reward.solved_at, scored, metrics)
+
+
+def _summarise_prompts(
+    prefix: str, num_responses: int, solved_at: float, scored: dict[str, Score], metrics: Metrics
+) -> None:
+    """mean@n with its standard error, and pass@k, maj@k, best@k and worst@k by k, each a mean over prompts. maj@k only
+    where the scorer named an answer to anything in the set; best@k and worst@k only of several responses, and where
+    some reward in the set is neither 0 nor 1.
+    """
+    by_prompt: dict[str, list[Score]] = {}
+    for id, score in scored.items():
+        by_prompt.setdefault(id.rpartition("/")[0], []).append(score)
+    votes = any(score.answer is not None for score in scored.values())
+    graded = num_responses > 1 and is_graded(np.array([score.total for score in scored.values()]))
+    shares = list[float]()
+    for scores in by_prompt.values():
+        solved_N = np.array([score.reaches(solved_at) for score in scores])
+        sizes = [k for k in subset_sizes(num_responses) if k <= len(scores)]
+        shares.append(float(solved_N.mean()))
+        metrics.mean(f"{prefix}/mean@{num_responses}", shares[-1])
+        for k in sizes:
+            metrics.mean(f"{prefix}/pass@{k}", pass_at_k(len(scores), int(solved_N.sum()), k))
+        if votes:
+            for k, chance in majority_at_k([score.answer for score in scores], solved_N, sizes).items():
+                metrics.mean(f"{prefix}/maj@{k}", chance)
+        if graded:
+            rewards_N = np.array([score.total for score in scores])
+            for k, (best, worst) in best_and_worst_at_k(rewards_N, sizes).items():
+                metrics.mean(f"{prefix}/best@{k}", best)
+                metrics.mean(f"{prefix}/worst@{k}", worst)
+    if len(shares) > 1:
+        metrics.max(f"{prefix}/standard_error", stdev(shares) / math.sqrt(len(shares)))
+
+
+def _summarise_sources(
+    prefix: str, sources: Sequence[str | None], solved_at: float, scored: Mapping[str, Score], metrics: Metrics
+) -> None:
+    """Reward and accuracy over the scored responses of each source, and the prompts of which there are any."""
+    places: dict[str, set[int]] = {source: set() for source in sources if source is not None}
+    for id, score in scored.items() if places else ():
+        place = int(id.split("/")[-2])
+        source = sources[place]
+        if source is not None:
+            places[source].add(place)
+            metrics.mean(f"{prefix}/source/{source}/reward", score.total)
+            metrics.mean(f"{prefix}/source/{source}/accuracy", float(score.reaches(solved_at)))
+    for source, found in places.items():
+        metrics.sum(f"{prefix}/source/{source}/prompts", len(found))
+
+
+def _items(responses: Sequence[_Response]) -> list[reward_pb2.ScoreItem]:
+    return [score_item(response.answer.meta, _token_ids(response)) for response in responses]
+
+
+def _with_images(items: Sequence[reward_pb2.ScoreItem], shown: Mapping[str, _Response]) -> list[reward_pb2.ScoreItem]:
+    """Copies of `items` with the files that their messages show. Those whose images are not here, or no more, are left
+    out with a warning; an episode's messages are known to show a prompt's where it has one.
+    """
+    whole = []
+    for item in items:
+        response, copy = shown[item.id], reward_pb2.ScoreItem()
+        episode = response.answer.meta.episode
+        again = num_shown_in(episode.messages)
+        if episode.num_images or (again and len(response.images) != 1):
+            logger.warning("held-out response %s is not scored: its environment's images are not kept", item.id)
+            continue
+        copy.CopyFrom(item)
+        try:
+            copy.images[:] = _read(response.images) * (1 + again)
+        except RoleCallError as error:
+            logger.warning("held-out response %s is not scored: %s", item.id, error)
+            continue
+        whole.append(copy)
+    return whole
+
+
+def _image_bytes(response: _Response) -> int:
+    """Bytes of the images in its item, for which none is read."""
+    num_times = 1 + num_shown_in(response.answer.meta.episode.messages)
+    return num_times * sum(image.num_bytes for image in response.images)
+
+
+def _read(images: Sequence[ImageFile]) -> list[bytes]:
+    return [image.read() for image in images]
+
+
+def _token_ids(response: _Response) -> Array:
+    prompt = response.answer.prompt_token_ids or response.prompt.token_ids
+    return np.frombuffer(prompt + response.answer.response_token_ids, "<i4")

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,15 +14,11 @@ import pytest
 from rolecall.data.images.files import ImageFile
 from rolecall.errors import GenerationError, RoleCallError, ScorerError, UnavailableError
 from rolecall.scoring.scores import Failure, Outcome, Score
-from rolecall.settings import FEW_CALLS, ControllerSection, EvaluationSet, RunSettings
+from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.v1 import reward_pb2, rollout_pb2, trajectory_pb2
 from services.controller import evaluation
 from services.controller.board import RunBoard
-from services.controller.evaluation import ROUNDS, Evaluation
-from services.controller.held_out import scoring
-from services.controller.held_out.patience import Patience
-from services.controller.held_out.scoring import TRIES, HeldOutResponse, HeldOutScorer
-from services.controller.held_out.sets import HeldOutSet
+from services.controller.evaluation import ROUNDS, TRIES, Evaluation, HeldOutSet, Patience
 from tests.waiting import until
 
 NUM_PROMPTS, NUM_RESPONSES, VERSION = 3, 2, 7
@@ -33,8 +28,7 @@ LEASE_S = 0.5
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (evaluation, scoring):
-        monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(evaluation, "PAUSE_S", 0.01)
 
 
 @dataclass(eq=False)
@@ -97,29 +91,6 @@ class Scorer:
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
         """RewardClient.score."""
         return [Score(1.0 - 2**-53) for _ in items]
-
-
-class Gathering(Scorer):
-    """Answers the first `num_calls` once so many are under way; a slow scorer, of whatever speed."""
-
-    def __init__(self, num_calls: int) -> None:
-        self._gathered = asyncio.Barrier(num_calls)
-        self._num_left = num_calls
-        self._num_running = 0
-        self.most_at_once = 0
-        self.asked: list[Sequence[reward_pb2.ScoreItem]] = []
-
-    async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
-        """RewardClient.score."""
-        self.asked.append(items)
-        self._num_running += 1
-        self.most_at_once = max(self.most_at_once, self._num_running)
-        self._num_left -= 1
-        if self._num_left >= 0:
-            await self._gathered.wait()  # bounded: by the test's own deadline
-        await asyncio.sleep(0)
-        self._num_running -= 1
-        return await super().score(items)
 
 
 async def evaluated(
@@ -207,19 +178,22 @@ async def test_images_reach_a_scorer_that_reads_them_and_no_other(
 async def test_images_go_to_a_scorer_as_many_bytes_at_a_time(
     make_settings: Callable[..., RunSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is room for those of two prompts, each scored in a call of its own."""
-    monkeypatch.setattr(scoring, "CHUNK_IMAGE_BYTES", 2 * NUM_RESPONSES * 7)
+    monkeypatch.setattr(evaluation, "CHUNK_IMAGE_BYTES", 2 * NUM_RESPONSES * 7)
 
-    class Seeing(Gathering):
+    class Seeing(Scorer):
+        num_prompts: ClassVar[list[int]] = []
+
         async def describe(self) -> reward_pb2.DescribeResponse:
             return reward_pb2.DescribeResponse(reads=[reward_pb2.SCORE_FIELD_IMAGES])
 
+        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
+            self.num_prompts.append(len(items) // NUM_RESPONSES)
+            return await super().score(items)
+
     images = {place: (ImageFile(7, data=b"picture"),) for place in range(NUM_PROMPTS)}
-    data, sampling = {"train": "train.jsonl", "images_field": "images"}, {"num_responses": NUM_RESPONSES}
-    settings, scorer = make_settings(data=data, sampling=sampling), Seeing(2)
-    values = await evaluated(make_settings, Replica("r.0"), scorer=scorer, images=images, settings=settings)
-    assert ([len(items) for items in scorer.asked], scorer.most_at_once) == ([NUM_RESPONSES] * NUM_PROMPTS, 2)
-    assert values["eval/held/missing"] == 0
+    settings = make_settings(data={"train": "train.jsonl", "images_field": "images"})
+    values = await evaluated(make_settings, Replica("r.0"), scorer=Seeing(), images=images, settings=settings)
+    assert (Seeing.num_prompts, values["eval/held/missing"]) == ([2, 1], 0)
 
 
 async def test_what_tokens_earn_is_reported_and_is_no_success(make_settings: Callable[..., RunSettings]) -> None:
@@ -420,74 +394,6 @@ async def test_responses_that_are_never_scored_cost_no_others_theirs(make_settin
     assert scorer.num_asked == 2 + TRIES, "with all others, with one of them, and then alone"
 
 
-async def test_as_many_calls_are_under_way_as_for_groups_that_are_trained_on(
-    make_settings: Callable[..., RunSettings],
-) -> None:
-    num_calls = ControllerSection.max_score_calls
-    for num_prompts, per_call in ((num_calls, 1), (4 * num_calls, 4)):
-        scorer = Gathering(num_calls)
-        scored = await scores_of(num_prompts, scorer, make_settings(sampling={"num_responses": NUM_RESPONSES}))
-        assert len(scored) == num_prompts * NUM_RESPONSES
-        assert scorer.most_at_once == num_calls
-        assert [len(items) for items in scorer.asked] == [per_call * NUM_RESPONSES] * num_calls
-
-
-async def test_from_a_call_that_fails_on_none_has_more_items_than_a_group(
-    make_settings: Callable[..., RunSettings],
-) -> None:
-    class Overrun(Scorer):
-        asked: ClassVar[Counter[int]] = Counter()
-
-        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
-            await asyncio.sleep(0)
-            self.asked[len(items)] += 1
-            late = [Failure("DEADLINE", "late", retryable=True) for _ in items]
-            return await super().score(items) if len(items) <= NUM_RESPONSES else late
-
-    scorer, num_calls = Overrun(), ControllerSection.max_score_calls
-    scored = await scores_of(8 * num_calls, scorer, make_settings(sampling={"num_responses": NUM_RESPONSES}))
-    assert len(scored) == 8 * num_calls * NUM_RESPONSES
-    assert scorer.asked == {8 * NUM_RESPONSES: num_calls, NUM_RESPONSES: 8 * num_calls}
-
-
-async def test_an_outage_that_begins_while_others_are_scored_costs_none_its_score(
-    make_settings: Callable[..., RunSettings],
-) -> None:
-    """The first ten prompts are scored when one of the others has failed, and each of those fails many times."""
-
-    class Failing(Scorer):
-        refused: ClassVar[Counter[str]] = Counter()
-        num_scored, is_back = 0, False
-
-        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
-            if int(items[0].id.split("/")[-2]) < 10 and self.num_scored < 10:
-                await until(lambda: bool(self.refused))
-                self.num_scored += 1
-            elif not self.is_back:
-                self.refused[items[0].id] += 1
-                return [Failure("DEADLINE", "late", retryable=True) for _ in items]
-            return await super().score(items)
-
-    scorer, settings = Failing(), make_settings(sampling={"num_responses": NUM_RESPONSES})
-    running = asyncio.create_task(scores_of(30, scorer, settings))
-    await until(lambda: len(scorer.refused) >= 20 and min(scorer.refused.values()) > 2 * TRIES)
-    scorer.is_back = True
-    assert len(await running) == 30 * NUM_RESPONSES
-
-
-async def scores_of(num_prompts: int, scorer: Scorer, settings: RunSettings) -> dict[str, Score]:
-    """The scores of answers to so many prompts, which must be there within a minute."""
-    reward: Any = scorer
-    responses = []
-    for index in range(num_prompts):
-        prompt = trajectory_pb2.Prompt(uid=str(index), token_ids=np.ones(2, "<i4").tobytes())
-        request = rollout_pb2.GenerateRequest(id=f"eval/4/held/{index}", prompt=prompt, num_responses=NUM_RESPONSES)
-        answers = Replica("r.0").Generate(request, 1.0)
-        responses += [HeldOutResponse(prompt, answer, ()) async for answer in answers]
-    async with asyncio.timeout(60) as limit:
-        return await HeldOutScorer(settings, reward, responses, Patience(RunBoard(), 60, limit)).scores()
-
-
 async def test_the_loop_goes_on_while_the_items_of_a_large_set_are_made(
     make_settings: Callable[..., RunSettings],
 ) -> None:
@@ -506,11 +412,13 @@ async def test_the_loop_goes_on_while_the_items_of_a_large_set_are_made(
 
     prompt = trajectory_pb2.Prompt(uid="0", token_ids=np.ones(2, "<i4").tobytes())
     [answer] = [each async for each in Replica("r.0").Generate(rollout_pb2.GenerateRequest(num_responses=1), 1.0)]
+    members: Any = Replicas([])
     reward: Any = Counting()
     looking = asyncio.create_task(look())
     async with asyncio.timeout(60) as limit:
-        responses = [HeldOutResponse(prompt, answer, ())] * 20_000
-        await HeldOutScorer(make_settings(), reward, responses, Patience(RunBoard(), 60, limit)).scores()
+        responses = [evaluation._Response(prompt, answer, ())] * 20_000
+        whole = Evaluation(make_settings(), members, reward, RunBoard(), [])
+        await whole._score(responses, Patience(RunBoard(), 60, limit))
     looking.cancel()
     assert looks_when_scored[0] > 5
 
@@ -556,8 +464,8 @@ def test_an_evaluation_gets_the_time_of_all_prompts_of_all_its_sets(make_setting
         return Evaluation(settings, nobody, nobody, RunBoard(), sets).timeout_s
 
     one_round_s, seven_rounds_s = 4000 / 2, 7 * 1000 / 2
-    calls_of_both = 4 + 100  # of a group's 8 responses, or of the 16 to one prompt
-    scoring_s = calls_of_both / FEW_CALLS * 60
+    one_call_s, seven_calls_s = 60, 7 * 60
+    scoring_s = one_call_s + seven_calls_s
     assert timeout_s() == 600 + one_round_s + seven_rounds_s + scoring_s
     assert timeout_s(generation_timeout_s=50_000.0) == 50_000 + scoring_s
 

@@ -45,10 +45,10 @@ from rolecall.store.position import RunPosition
 from rolecall.v1 import trajectory_pb2
 from services.controller.board import RunBoard
 from services.controller.config import admission_policy
+from services.controller.evaluation import load_sets
 from services.controller.groups.assembly import Assembly
 from services.controller.groups.intake import Intake
 from services.controller.groups.prompts import Cursor, PromptRenderer, PromptSequence
-from services.controller.held_out.sets import load_sets
 from services.controller.publish.probe import make_probe
 from services.controller.threads import StoreThreads
 from tests.pictures import END, PAD, START, picture, write_seeing

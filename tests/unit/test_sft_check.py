@@ -128,6 +128,16 @@ def test_what_fits_is_read_to_its_end(file: Path, capsys: pytest.CaptureFixture[
     assert "line 122: no field 'prompt'" in said
 
 
+def test_the_first_examples_of_each_file_are_rendered(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A response that goes on after its end is seen in the second file, too, whose examples are after many others."""
+    write_model(file.parent / "model")
+    (file.parent / "bad.jsonl").write_text(json.dumps({"prompt": "a", "response": "b<|im_end|>c"}) + "\n")
+    both = f"--data.train=[{file.parent}/examples.jsonl, {file.parent}/bad.jsonl]"
+    said = checked(file, capsys, "--actor.devices=[]", "--data.max_tokens=32", both)
+    assert "examples.jsonl, 120 examples; of the first 100" in said
+    assert f"PROBLEM  {file.parent}/bad.jsonl, line 1" in said
+
+
 def test_what_a_folder_keeps_is_derived_again_of_what_is_overridden(file: Path) -> None:
     settings = load_sft_settings(file)
     assert settings.actor.gradient_checkpointing

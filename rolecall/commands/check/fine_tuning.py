@@ -54,16 +54,17 @@ def examples(settings: SftSettings, tokenizer: ChatTokenizer, tell: Callable[[st
     """Yields lines on the examples, of which every row is read and the first are rendered. ConfigError names a row that
     is wrong. `tell` as in load_examples.
     """
-    yield from _file(settings, "data.train", settings.data.train, tokenizer, tell)
+    for file in settings.data.train:
+        yield from _file(settings, "data.train", file, tokenizer, tell)
     if settings.evaluation is not None:
-        yield from _file(settings, "evaluation.path", (settings.evaluation.path,), tokenizer, tell)
+        yield from _file(settings, "evaluation.path", settings.evaluation.path, tokenizer, tell)
 
 
 def _file(
-    settings: SftSettings, setting: str, files: tuple[Path, ...], tokenizer: ChatTokenizer, tell: Callable[[str], None]
+    settings: SftSettings, setting: str, file: Path, tokenizer: ChatTokenizer, tell: Callable[[str], None]
 ) -> Iterator[str]:
     bound, end = settings.data.max_tokens, end_of_response(settings.model.path, tokenizer)
-    read = load_examples(files, settings.data, setting, tell)
+    read = load_examples(file, settings.data, setting, tell)
     tried = tokenize(islice(read, NUM_TRIED), tokenizer, end, bound, check_sft_images(settings))
     if tried.unshown:
         yield (
@@ -74,6 +75,6 @@ def _file(
     num_read = num_tried + sum(1 for _ in read)
     longest = max((sum(len(segment["token_ids"]) for segment in row) for row in tried.rows), default=0)
     yield (
-        f"{setting}: {', '.join(map(str, files))}, {num_read} examples; of the first {num_tried} the longest that fits "
+        f"{setting}: {file}, {num_read} examples; of the first {num_tried} the longest that fits "
         f"has {longest} tokens, and {tried.num_too_long} exceed data.max_tokens {bound} and will be left out"
     )
