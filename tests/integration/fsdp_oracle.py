@@ -61,6 +61,5 @@ def oracle_training(path: Path, rows: list[Row], num_steps: int) -> tuple[list[f
 def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], atol: float) -> None:
     assert ours.keys() == theirs.keys()
     for name in ours:
-        torch.testing.assert_close(
-            ours[name], theirs[name], rtol=0, atol=atol, msg=f"{name} differs by more than {atol}"
-        )
+        told = f"{name}: {{}}".format  # what torch says, with the name
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=atol, msg=told)
