@@ -42,7 +42,9 @@ class Transfer(Protocol):
 
 
 class Channel(Protocol):
-    """The communicator of one epoch as one rank sees it. Every rank makes the same broadcasts in the same order."""
+    """The communicator of one epoch as one rank sees it. Every rank makes the same broadcasts in the same order. A
+    receiver has one root: rank 0, or of several the one that it came to.
+    """
 
     rendezvous: Rendezvous
     world_size: int
@@ -52,8 +54,8 @@ class Channel(Protocol):
     """Whether fewer bytes are worth computing: they leave the machine, and buckets lie in host memory."""
 
     def broadcast(self, bucket: torch.Tensor, timeout_s: float) -> Transfer:
-        """Begins to copy rank 0's `bucket` (uint8 [n]) into everyone's; several may be under way, in order.
-        ChannelBrokenError.
+        """Begins to copy the root's `bucket` (uint8 [n]) into that of each of its receivers; several may be under way,
+        in order. ChannelBrokenError.
         """
 
     def close(self) -> None:
