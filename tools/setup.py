@@ -4,13 +4,18 @@
 Owns .venv and the stamp in it, which makes a second run a no-op until the lock, pyproject.toml or the Python changes,
 and says which lock it was made from: that one stays where none is named. Uses the standard library alone. It is not a
 resolver: requirements/*.txt are complete.
+
+uv installs, in a tenth of pip's time, from the sources that pip is configured with. Where it cannot, pip does.
 """
 
 import argparse
+import ast
 import hashlib
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +56,8 @@ def main() -> int:
     if not (VENV / "bin" / "python").exists():
         subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
     STAMP.write_text(f"{name} unfinished")
-    if not (_install_torch(lock) and _install_lock(lock) and _install_ourselves()):
+    if (log := _install_lock(lock) or _pip(["--no-deps", "--no-build-isolation", "--editable", str(ROOT)])) is not None:
+        print(log, file=sys.stderr)
         return 1
     STAMP.write_text(wanted)
     print("setup: done", flush=True)
@@ -67,66 +73,94 @@ def _pins(lock: Path) -> list[str]:
     return [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
 
 
-def _install_torch(lock: Path) -> bool:
-    """First and by itself, because it alone may need another index, and so that its absence is told plainly."""
-    pin = next(line for line in _pins(lock) if line.startswith("torch=="))
-    index = os.environ.get("TORCH_INDEX")
-    print(f"setup: {pin} (the largest piece)", flush=True)
-    log = _pip(["--no-deps", *(["--extra-index-url", index] if index else []), pin], total=0)
+def _install_lock(lock: Path) -> str | None:
+    """None once all of the lock is installed, else why not."""
+    pins = _pins(lock)
+    print(f"setup: {len(pins)} packages", flush=True)
+    log = _pip([next(pin for pin in pins if pin.startswith("uv=="))])
     if log is None:
-        return True
-    if "No matching distribution found" in log and "+cpu" in pin:
-        print(NO_CPU_TORCH.format(pin=pin), file=sys.stderr)
-    else:
-        print(log, file=sys.stderr)
-    return False
+        log = _uv(["--no-deps", "--requirement", str(lock)])
+    torch = next(pin for pin in pins if pin.startswith("torch=="))
+    missing = re.compile(f"no (version of|matching distribution found for) {re.escape(torch)}", re.IGNORECASE)
+    if log is not None and not missing.search(log):
+        print(f"setup: pip goes on, which takes minutes, for uv failed: {log.strip()}", flush=True)
+        index = os.environ.get("TORCH_INDEX")
+        requirement = [*(["--extra-index-url", index] if index else []), "--requirement", str(lock)]
+        log = _pip(["--no-deps", "--no-warn-conflicts", *requirement], total=len(pins))
+    if log is not None and "+cpu" in torch and missing.search(log):
+        return NO_CPU_TORCH.format(pin=torch)
+    return log
 
 
-def _install_lock(lock: Path) -> bool:
-    log = _pip(["--no-deps", "--no-warn-conflicts", "--requirement", str(lock)], total=len(_pins(lock)))
-    if log is not None:
-        print(log, file=sys.stderr)
-    return log is None
+def _uv(arguments: list[str]) -> str | None:
+    """Runs `uv pip install` as pip would; None on success, else its output."""
+    sources, environment = _sources_of_pip()
+    # The best of all sources, as pip takes it: torch is in most of them, and its CPU build in one.
+    command = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(VENV / "bin" / "python")]
+    return _install(
+        [*command, "--index-strategy", "unsafe-best-match", *sources, *arguments],
+        settled=("Downloaded ",),
+        announced="Downloading ",
+        environment=environment,
+    )
 
 
-def _install_ourselves() -> bool:
-    log = _pip(["--no-deps", "--no-build-isolation", "--editable", str(ROOT)], total=0)
-    if log is not None:
-        print(log, file=sys.stderr)
-    return log is None
+def _sources_of_pip() -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment by which uv takes packages from where pip does; it does not read pip's settings."""
+    python = str(VENV / "bin" / "python")
+    listed = subprocess.run([python, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
+    settings = {key: ast.literal_eval(value) for key, _, value in (line.partition("=") for line in listed.splitlines())}
 
+    def get(name: str) -> list[str]:
+        keys = (f"{section}.{name}" for section in (":env:", "install", "global"))
+        return next((settings[key].split() for key in keys if key in settings), [])
 
-def _pip(arguments: list[str], total: int) -> str | None:
-    """Runs `pip install`; None on success, else its output. Of `total` packages, shows how many are settled."""
-    command = [
-        str(VENV / "bin" / "python"),
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "--progress-bar",
-        "off",
-        *arguments,
+    arguments = [
+        *(f"--default-index={url}" for url in get("index-url")),
+        *(f"--index={url}" for url in [*get("extra-index-url"), *os.environ.get("TORCH_INDEX", "").split()]),
+        *(f"--find-links={place}" for place in get("find-links")),
+        *(f"--allow-insecure-host={host}" for host in get("trusted-host")),
     ]
-    terminal, lines, settled = sys.stdout.isatty(), [], 0
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    certificates = get("cert")
+    return arguments, {"SSL_CERT_FILE": certificates[0]} if certificates else {}
+
+
+def _pip(arguments: list[str], total: int = 0) -> str | None:
+    """Runs `pip install`; None on success, else its output. Of `total` packages, shows how many are settled."""
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+    settled = ("Collecting ", "Processing ", "Requirement already satisfied")
+    return _install([*command, "--progress-bar", "off", *arguments], settled=settled, total=total)
+
+
+def _install(
+    command: list[str],
+    *,
+    settled: tuple[str, ...],
+    total: int = 0,
+    announced: str | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> str | None:
+    """Runs a command that installs; None on success, else its output. Shows how many packages are settled, by how its
+    lines begin, of `total`, or on a terminal of those that it announces; nothing where there are none.
+    """
+    terminal, lines, num_settled = sys.stdout.isatty(), [], 0
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment}
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
-            if total and line.startswith("Installing collected packages"):
-                print("\rsetup: unpacking".ljust(70) if terminal else "setup: unpacking", flush=True)
-            elif total and line.startswith(("Collecting ", "Processing ", "Requirement already satisfied")):
-                settled += 1
+            said = line.strip()
+            if announced is not None and said.startswith(announced):
+                total += 1
+            elif total and said.startswith(settled):
+                num_settled += 1
                 if terminal:
-                    print(
-                        f"\rsetup: {settled}/{total} {line.split()[1] if line.startswith('Coll') else ''}".ljust(70)[
-                            :70
-                        ],
-                        end="",
-                        flush=True,
-                    )
-                elif settled % 50 == 0 or settled == total:
-                    print(f"setup: {settled}/{total} packages", flush=True)
+                    print(f"\rsetup: {num_settled}/{total} {said}".ljust(70)[:70], end="", flush=True)
+                elif announced is None and (num_settled % 50 == 0 or num_settled == total):
+                    print(f"setup: {num_settled}/{total} packages", flush=True)
+    if terminal and num_settled:
+        print("\r".ljust(71), end="\r", flush=True)
     return "".join(lines) if process.returncode else None
 
 
