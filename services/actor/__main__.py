@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from rolecall import telemetry
-from rolecall.rpc.role_process import ServiceArgs, parse_args, run
+from rolecall.rpc.role_process import ServiceArgs, importing, parse_args, run
 from rolecall.settings import rank_of_process
 
 
@@ -18,15 +18,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _serve(args: ServiceArgs) -> None:
     settings = args.settings
     telemetry.configure(settings.telemetry, "actor", args.worker, run=settings.run.name, rpc=settings.rpc)
-    from rolecall.rpc.fence import Fence
-    from rolecall.store.connection import connect
-    from rolecall.store.sealed import read_ctl, read_sealed
-    from rolecall.training.serving.calls import TrainerCalls
-    from rolecall.training.serving.device_thread import DeviceThread
-    from rolecall.training.serving.serve import follow, load, make_server, serve_role
-    from rolecall.v1 import actor_pb2_grpc, controller_pb2
-    from services.actor.ranks import build
-    from services.actor.service import ActorServicer
+    with importing():
+        from rolecall.rpc.fence import Fence
+        from rolecall.store.connection import connect
+        from rolecall.store.sealed import read_ctl, read_sealed
+        from rolecall.training.serving.calls import TrainerCalls
+        from rolecall.training.serving.device_thread import DeviceThread
+        from rolecall.training.serving.serve import follow, load, make_server, serve_role
+        from rolecall.v1 import actor_pb2_grpc, controller_pb2
+        from services.actor.ranks import build
+        from services.actor.service import ActorServicer
 
     section = settings.actor
     connection = await asyncio.to_thread(connect, settings.store, verify=False)

@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve(config: ServerConfig, environment: dict[str, str]) -> None:
     os.environ.update({**environment, **tied_to_this_process()})
-    from services.model_server.vllm_server import serve  # vLLM, in its environment
+    with role_process.importing():
+        from services.model_server.vllm_server import serve  # vLLM, in its environment
 
     await serve(config)
 

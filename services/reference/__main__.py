@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from rolecall import telemetry
-from rolecall.rpc.role_process import ServiceArgs, parse_args, run
+from rolecall.rpc.role_process import ServiceArgs, importing, parse_args, run
 from rolecall.settings import rank_of_process
 from rolecall.shifts import Side
 
@@ -21,17 +21,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _serve(args: ServiceArgs) -> None:
     settings = args.settings
     telemetry.configure(settings.telemetry, "reference", args.worker, run=settings.run.name, rpc=settings.rpc)
-    from rolecall.rpc.fence import Fence
-    from rolecall.rpc.options import REPLICA_AGE_S
-    from rolecall.store.connection import connect
-    from rolecall.store.sealed import read_ctl
-    from rolecall.training.serving.calls import ColumnCalls
-    from rolecall.training.serving.device_thread import DeviceThread
-    from rolecall.training.serving.serve import follow, load, make_server, serve_role
-    from rolecall.v1 import controller_pb2, reference_pb2_grpc
-    from services.reference import config
-    from services.reference.ranks import build
-    from services.reference.service import ReferenceServicer
+    with importing():
+        from rolecall.rpc.fence import Fence
+        from rolecall.rpc.options import REPLICA_AGE_S
+        from rolecall.store.connection import connect
+        from rolecall.store.sealed import read_ctl
+        from rolecall.training.serving.calls import ColumnCalls
+        from rolecall.training.serving.device_thread import DeviceThread
+        from rolecall.training.serving.serve import follow, load, make_server, serve_role
+        from rolecall.v1 import controller_pb2, reference_pb2_grpc
+        from services.reference import config
+        from services.reference.ranks import build
+        from services.reference.service import ReferenceServicer
 
     instance = config.instance_of(args.worker)
     section = config.section(settings, instance)

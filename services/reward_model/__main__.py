@@ -44,17 +44,18 @@ def _settings(file: Path, overrides: list[str], name: str | None) -> RewardModel
 
 
 async def _serve(settings: RewardModelSettings) -> None:
-    from rolecall import telemetry
-    from rolecall.data.tokenizer import ChatTokenizer
-    from rolecall.reward import Scorer, new_server
-    from rolecall.rpc.tls import read_token
-    from rolecall.training.serving.device_thread import DeviceThread
-    from rolecall.training.serving.hooks import ProcessHooks
-    from services.reward_model import config
-    from services.reward_model.batcher import TokenBatcher
-    from services.reward_model.conversations import Conversations
-    from services.reward_model.ranks import build
-    from services.reward_model.service import ModelScores
+    with role_process.importing():
+        from rolecall import telemetry
+        from rolecall.data.tokenizer import ChatTokenizer
+        from rolecall.reward import Scorer, new_server
+        from rolecall.rpc.tls import read_token
+        from rolecall.training.serving.device_thread import DeviceThread
+        from rolecall.training.serving.hooks import ProcessHooks
+        from services.reward_model import config
+        from services.reward_model.batcher import TokenBatcher
+        from services.reward_model.conversations import Conversations
+        from services.reward_model.ranks import build
+        from services.reward_model.service import ModelScores
 
     telemetry.configure(settings.telemetry, "reward", settings.name, rpc=settings.rpc)
     tokenizer = ChatTokenizer(settings.path)

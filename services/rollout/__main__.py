@@ -17,7 +17,7 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.rpc.fence import Fence
 from rolecall.rpc.listening import advertised
 from rolecall.rpc.membership import Membership
-from rolecall.rpc.role_process import ServiceArgs, parse_args, run, serve, tie_to_parent
+from rolecall.rpc.role_process import ServiceArgs, importing, parse_args, run, serve, tie_to_parent
 from rolecall.rpc.server import Server
 from rolecall.settings import EnvironmentSection, RunSettings, parent_to_die_with, tied_to_this_process
 from rolecall.shifts import Post
@@ -148,7 +148,8 @@ async def _start_engine(config: RolloutConfig, leftovers: Leftovers) -> "VllmEng
     sockets = {"VLLM_RPC_BASE_PATH": str(leftovers.folder)}
     os.environ.update({**start_environment(config), **sockets, **tied_to_this_process()})
     with _ending_at_once():
-        from services.rollout.engine import VllmEngine
+        with importing():
+            from services.rollout.engine import VllmEngine
 
         engine = VllmEngine(config)
         leftovers.note(await engine.shared_memory())
