@@ -28,9 +28,19 @@ def nodes_of(section: TrainerSection) -> int:
 
 
 def trainers_of(settings: RunSettings, local: Sequence[str]) -> dict[str, TrainerSection]:
-    """The sections of the actor, the critic and the references among the roles `local`, by name."""
-    sections = {"actor": settings.actor, "critic": settings.critic, **settings.references}
-    return {name: section for name, section in sections.items() if section is not None and name in local}
+    """The sections of the actor, the critic and the references among the roles `local`, by name. ConfigError where the
+    ranks of one do not fill its machines.
+    """
+    sections: dict[str, TrainerSection | None] = {"actor": settings.actor, "critic": settings.critic}
+    sections |= settings.references
+    found = {name: section for name, section in sections.items() if section is not None and name in local}
+    for name, section in found.items():
+        if section.devices and section.num_ranks % len(section.devices):
+            raise ConfigError(
+                f"{name} has {len(section.devices)} GPUs on each of its machines for {section.num_ranks} ranks; give "
+                "one each"
+            )
+    return found
 
 
 def require_paths_under(tree: dict[str, Any], settings: RunSettings, folders: Sequence[str]) -> None:
