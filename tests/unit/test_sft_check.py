@@ -119,6 +119,7 @@ def test_what_fits_is_read_to_its_end(file: Path, capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out
     assert said.startswith(f"run tuned: 2 epoch(s), seed 0, directory {file.parent}/tuned (is new)\n")
     assert "placement: all on CPUs" in said
+    assert "NOTE no role here has devices, so that none computes on the GPUs of this machine, which has 1; give" in said
     assert f"\ndata.train: {file.parent}/examples.jsonl, 121 examples; of the first 100 the longest that fits" in said
     assert "and 0 exceed data.max_tokens 32 and will be left out\nok: nothing was started\n" in said
     with (file.parent / "examples.jsonl").open("a") as examples:

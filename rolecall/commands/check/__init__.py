@@ -23,6 +23,7 @@ from rolecall.commands.check.preflight import NOTE, preflight
 from rolecall.commands.check.prompts import all_prompts
 from rolecall.commands.check.servers import model_servers
 from rolecall.data.model_files import ModelFacts, read_model
+from rolecall.data.shift_plan import gpu_memory_bytes
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.checks import explain_environments
 from rolecall.errors import ConfigError, RoleCallError
@@ -313,6 +314,11 @@ def _placement(settings: RunSettings | SftSettings) -> Iterator[str]:
             )
     if not any(devices for _, devices, _ in placed):
         yield f"placement: all on CPUs, {len(os.sched_getaffinity(0))} cores"
+        if placed and (num_gpus := len(gpu_memory_bytes())):
+            yield (
+                f"{NOTE} no role here has devices, so that none computes on the GPUs of this machine, which has "
+                f"{num_gpus}; give actor.devices, and in a run rollout.devices, the numbers of some"
+            )
         return
     yield "placement: " + ", ".join(
         f"{name} on {'GPU ' + ' '.join(map(str, devices)) if devices else 'CPU'}" for name, devices, _ in placed
