@@ -217,8 +217,8 @@ def way_to_stop() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Looks for no garbage while libraries like torch and vLLM are imported inside, which would take a sixth of the
-    time, nor later among what they leave: a look there stops a loop for half a second.
+    """Looks for no garbage while libraries like torch and vLLM are imported inside, nor later among what they leave.
+    The one would take a sixth of the time, the other stops a loop for half a second.
     """
     gc.disable()
     yield
