@@ -228,6 +228,13 @@ def test_a_job_that_was_given_no_gpu_takes_none(config: Path, monkeypatch: pytes
     assert "NoDevFiles leaves out" in findings(load_settings(config, ["actor.devices=[0]", "actor.address=null"]))[1]
 
 
+def test_roles_that_were_given_no_gpus_beside_others_are_noted(config: Path) -> None:
+    on_gpu = ["actor.devices=[0]", "actor.address=null"]
+    _, text = findings(load_settings(config, [*on_gpu, "rollout.num_replicas=1"]))
+    assert "NOTE rollout on CPUs beside roles on GPUs, for which the run waits; give rollout.devices" in text
+    assert "NOTE rollout" not in findings(load_settings(config, on_gpu))[1]
+
+
 def test_a_host_of_the_weight_channel_must_be_here_where_the_actor_is(config: Path) -> None:
     here = ["actor.address=null", "rollout.num_replicas=1", "weights.host=192.0.2.1"]
     told = "weights.host 192.0.2.1 is not an address of this machine; use"

@@ -323,6 +323,14 @@ def _placement(settings: RunSettings | SftSettings) -> Iterator[str]:
     yield "placement: " + ", ".join(
         f"{name} on {'GPU ' + ' '.join(map(str, devices)) if devices else 'CPU'}" for name, devices, _ in placed
     )
+    idle = [name for name, devices, _ in placed if not devices]
+    if isinstance(settings, RunSettings) and settings.rollout.num_replicas and not settings.rollout.devices:
+        idle.append("rollout")
+    if idle:
+        yield (
+            f"{NOTE} {', '.join(idle)} on CPUs beside roles on GPUs, for which the run waits; give "
+            f"{', '.join(f'{name}.devices' for name in idle)}"
+        )
     for name, devices, num_ranks in placed:
         require_gpus(name, devices, num_ranks)
 
