@@ -231,7 +231,7 @@ def test_a_job_that_was_given_no_gpu_takes_none(config: Path, monkeypatch: pytes
 def test_roles_that_were_given_no_gpus_beside_others_are_noted(config: Path) -> None:
     on_gpu = ["actor.devices=[0]", "actor.address=null"]
     _, text = findings(load_settings(config, [*on_gpu, "rollout.num_replicas=1"]))
-    assert "NOTE rollout on CPUs beside roles on GPUs, for which the run waits; give rollout.devices" in text
+    assert "NOTE rollout on CPUs, and those on GPUs wait for what they compute; give rollout.devices" in text
     assert "NOTE rollout" not in findings(load_settings(config, on_gpu))[1]
 
 

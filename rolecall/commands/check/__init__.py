@@ -328,7 +328,7 @@ def _placement(settings: RunSettings | SftSettings) -> Iterator[str]:
         idle.append("rollout")
     if idle:
         yield (
-            f"{NOTE} {', '.join(idle)} on CPUs beside roles on GPUs, for which the run waits; give "
+            f"{NOTE} {', '.join(idle)} on CPUs, and those on GPUs wait for what they compute; give "
             f"{', '.join(f'{name}.devices' for name in idle)}"
         )
     for name, devices, num_ranks in placed:
