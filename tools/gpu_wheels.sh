@@ -19,7 +19,7 @@ packages=(
   opentelemetry-instrumentation-grpc opentelemetry-exporter-otlp-common opentelemetry-exporter-otlp-proto-common opentelemetry-exporter-otlp-proto-grpc wrapt
   pytest pytest-asyncio pytest-timeout pluggy iniconfig hypothesis sortedcontainers psutil
   rich markdown-it-py mdurl Pygments
-  jsonschema jsonschema-specifications referencing rpds-py attrs
+  jsonschema jsonschema-specifications referencing rpds-py attrs pillow
   aiohttp aiohappyeyeballs aiosignal frozenlist multidict propcache yarl idna
 )
 

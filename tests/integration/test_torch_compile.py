@@ -197,7 +197,7 @@ def test_what_moves_activations_is_not_compiled_with_them(
 async def test_a_layer_that_cannot_be_compiled_is_computed_as_before_in_whatever_thread(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks build their engine in one thread and compute in another (rolecall/training/serving/serve.py)."""
+    """torch keeps its configuration by thread and context."""
     expected = trained(make_engine(models["dense"]))
     engine = await asyncio.to_thread(make_engine, models["dense"], torch_compile=True)
 

@@ -1,4 +1,4 @@
-"""The checks that a GPU must pass before a run is trusted to it: 26 checks of the product's own code.
+"""The checks that a GPU must pass before a run is trusted to it: 27 checks of the product's own code.
 
     python -m tools.gpu_acceptance --part 1 --out DIR          # kernels and the trainer
     python -m tools.gpu_acceptance --part 2 --out DIR          # memory, streams, NCCL
@@ -6,6 +6,7 @@
     python -m tools.gpu_acceptance --part 4 --out DIR          # speed beside others' figures
     python -m tools.gpu_acceptance --part 5 --out DIR          # vLLM
     python -m tools.gpu_acceptance --part 6 --out DIR          # images
+    python -m tools.gpu_acceptance --part 7 --out DIR          # compiled layers
     python -m tools.gpu_acceptance --part 1 --out DIR --dry    # the same code on CPUs, nothing judged by its speed
 
 A part takes nine minutes at most. One GPU is enough: where two ranks share it, NCCL is told that they are on two hosts

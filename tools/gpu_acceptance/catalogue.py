@@ -1,4 +1,4 @@
-"""The 26 checks: where each is found, to which part it belongs and how long it may take. Imports nothing heavy."""
+"""The 27 checks: where each is found, to which part it belongs and how long it may take. Imports nothing heavy."""
 
 from dataclasses import dataclass
 
@@ -48,6 +48,7 @@ CATALOGUE = (
     Check(24, 5, "whole run with vLLM on one GPU", f"{_CHECKS}.rollout:check_run", 250),
     Check(25, 6, "images: Qwen2.5-VL beside vLLM", f"{_CHECKS}.images:check_qwen2_5_vl", 260),
     Check(26, 6, "images: Qwen3-VL beside vLLM", f"{_CHECKS}.images:check_qwen3_vl", 260),
+    Check(27, 7, "pytest -m gpu, compiled layers", f"{_CHECKS}.machine:check_compiled", 510),
 )
 
 

@@ -46,6 +46,8 @@ _NUM_PROMPTS = 4
 _RESPONSES = 4
 """Responses to each prompt."""
 _KV_CACHE_BYTES = 8 * 2**30
+_SHARE = 0.3
+"""Share of the GPU that vLLM must find free as it starts, beside the trainer's float32 weights and moments."""
 _MERGERS = ("visual.merger.mlp.2.weight", "visual.merger.linear_fc2.weight")
 """The last matrix of a tower, by family. The second version of the weights has it negated: what a tower of the first
 version says is then as wrong as another image.
@@ -84,7 +86,8 @@ def _check(stage: Stage, family: VisionFamily, patch: int) -> None:
         found.figure("beside vLLM", f"left out: {' and '.join(lacks)} not installed")
         return
     cache = stage.pick(_KV_CACHE_BYTES, 2**26)
-    config = config_of(stage, path, "data.images_field=images", f"rollout.kv_cache_bytes={cache}")
+    sizes = f"rollout.kv_cache_bytes={cache}", f"rollout.gpu_memory_utilization={_SHARE}"
+    config = config_of(stage, path, "data.images_field=images", *sizes)
     os.environ.update(start_environment(config))
     asyncio.run(_beside_vllm(Pair(stage, trainer, config), prompts))
 

@@ -1,10 +1,11 @@
-"""Checks 1 and 2: what this machine is and whether the product can be imported on it; the tests that need a GPU."""
+"""Checks 1, 2 and 27: what this machine is and whether the product can be imported on it; the tests that need a GPU."""
 
 import importlib
 import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ _IMPORTED = (
     "services.rollout.scripted",
     "rolecall.training.sft.train",
 )
-_TESTS_S = 300.0
+_COMPILED = _ROOT / "tests" / "integration" / "test_torch_compile.py"
+"""Tests that compile layers: minutes, in which the others take one."""
+_TESTS_S = 500.0
 """Longest run of the tests; the part's own clock ends the check before."""
 
 
@@ -70,8 +73,19 @@ def _describe_cuda(stage: Stage) -> None:
 
 
 def check_tests(found: Findings, folder: Path) -> None:
-    """Runs `pytest -m gpu` over the files that have such tests; on CPUs all of them are skipped."""
-    files = sorted(str(path) for path in (_ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text())
+    """Runs `pytest -m gpu` over the files that have such tests, but those of compiled layers; on CPUs all of them are
+    skipped.
+    """
+    files = [path for path in (_ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
+    _run_tests(found, folder, sorted(path for path in files if path != _COMPILED))
+
+
+def check_compiled(found: Findings, folder: Path) -> None:
+    """Runs `pytest -m gpu` over the tests of compiled layers; on CPUs all of them are skipped."""
+    _run_tests(found, folder, [_COMPILED])
+
+
+def _run_tests(found: Findings, folder: Path, files: Sequence[Path]) -> None:
     report = folder / "tests.xml"
     command = [
         sys.executable,
@@ -85,7 +99,7 @@ def check_tests(found: Findings, folder: Path) -> None:
         "-p",
         "no:cacheprovider",
         f"--junitxml={report}",
-        *files,
+        *map(str, files),
     ]
     # Warnings of other releases of torch are no failures here.
     done = subprocess.run(command, cwd=_ROOT, timeout=_TESTS_S, check=False)

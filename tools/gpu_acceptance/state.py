@@ -14,7 +14,7 @@ from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.packing.pack import local_counts
 from rolecall.training.ranks.command_group import CommandGroup
-from rolecall.training.ranks.device import memory_bytes, wait_for
+from rolecall.training.ranks.device import held_bytes, memory_bytes, wait_for
 from rolecall.training.serving.background import in_background
 from rolecall.weights.fingerprint import fingerprint
 from tests.checkpoint_rig import load
@@ -152,7 +152,7 @@ def _check_moments(stage: Stage) -> None:
             gradient.copy_(gradients[name])
         here.step()
         wait_for(stage.device)
-        before = memory_bytes(stage.device)[0]
+        before = held_bytes(stage.device)
         memory.take_peaks()
         step_s = stage.seconds(there.step)
         rise = memory.take_peaks()["optimizer"] - before

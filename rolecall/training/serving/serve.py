@@ -4,6 +4,7 @@ Torch-free, the same for every role.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -64,11 +65,13 @@ async def follow(
     """The other ranks: builds, as rank 0 does, and obeys it until it stops the group. They leave when rank 0 says so,
     whom a signal is passed on to, and at once when it is lost. Where it was stopped, so were they.
     """
+    # of one thread: which GPU is the current one, and on which cores to stay, is known to the thread that builds
+    loop, device_thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, thread_name_prefix="device")
     async with on_shift(args.settings, side):
         stopping = stop_requested()  # a signal before ends the wait, and this process
         hooks = ProcessHooks(args.worker, lost=way_out(args.worker), is_stopping=stopping.is_set)
-        role = await asyncio.to_thread(build, hooks)
-    if not await asyncio.to_thread(role.follow):
+        role = await loop.run_in_executor(device_thread, build, hooks)
+    if not await loop.run_in_executor(device_thread, role.follow):
         stopping.set()
 
 
