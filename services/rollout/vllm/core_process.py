@@ -1,4 +1,4 @@
-"""How vLLM's scheduler, a process of its own, begins where it is a fork of the replica's."""
+"""The process of vLLM's scheduler, where it begins as a fork of the replica's."""
 
 import os
 import signal
