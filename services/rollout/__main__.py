@@ -62,7 +62,9 @@ async def _main(args: ServiceArgs) -> None:
     launched = parent_to_die_with() is not None  # before this process says what its own children shall read
     post = await on_shift(settings)
     leftovers = Leftovers(settings.run.dir, args.worker)
-    engine = await _start_engine(config, leftovers)
+    # on GPUs vLLM spawns, and what tells numbers elsewhere has threads that would go on in a fork
+    tells_numbers = settings.telemetry.otlp_endpoint is not None or settings.telemetry.metrics_bind is not None
+    engine = await _start_engine(config, leftovers, forks=not config.devices and not tells_numbers)
     server = Server(settings.rpc, settings.rollout.bind, setting="rollout.bind")
     replica = _replica(settings, engine, server, post)
     telemetry.show_states(replica.states)
@@ -142,7 +144,7 @@ async def on_shift(settings: RunSettings) -> Post | None:
     return post
 
 
-async def _start_engine(config: RolloutConfig, leftovers: Leftovers) -> "VllmEngine":
+async def _start_engine(config: RolloutConfig, leftovers: Leftovers, *, forks: bool) -> "VllmEngine":
     """Starts vLLM in its environment and warms it up."""
     leftovers.begin()
     sockets = {"VLLM_RPC_BASE_PATH": str(leftovers.folder)}
@@ -151,7 +153,7 @@ async def _start_engine(config: RolloutConfig, leftovers: Leftovers) -> "VllmEng
         with importing():
             from services.rollout.engine import VllmEngine
 
-        engine = VllmEngine(config)
+        engine = VllmEngine(config, forks=forks)
         leftovers.note(await engine.shared_memory())
         await engine.warm_up()
     return engine

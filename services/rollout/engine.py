@@ -47,6 +47,7 @@ from services.rollout.sampling import (
 )
 from services.rollout.scheduler import PRIORITY, PROBE_PRIORITY, UseLog, logprobs_of
 from services.rollout.vllm.arguments import engine_args, engine_config, know_the_model
+from services.rollout.vllm.core_process import fork_core
 from services.rollout.vllm.image_prompts import ImagePrompts, under_load
 from services.rollout.vllm.sleeper import Sleeper
 
@@ -69,13 +70,19 @@ class VllmEngine:
     and every request names it.
     """
 
-    def __init__(self, config: RolloutConfig) -> None:
-        """Starts the engine's processes; takes tens of seconds. Call it inside the event loop that will use it."""
+    def __init__(self, config: RolloutConfig, *, forks: bool = False) -> None:
+        """Starts the engine's processes; takes tens of seconds. Call it inside the event loop that will use it.
+
+        forks: whether vLLM's scheduler may be a fork of this process, on CPUs: one that has no threads to miss in it.
+        """
         if config.in_one_process and not config.devices:
             know_the_model(config.model_path)
         arguments = engine_args(config)
+        vllm_config = engine_config(arguments)
+        if forks:
+            fork_core()
         self._llm = AsyncLLM.from_vllm_config(
-            engine_config(arguments),
+            vllm_config,
             stat_loggers=[UseLog],
             enable_log_requests=arguments.enable_log_requests,
             disable_log_stats=arguments.disable_log_stats,

@@ -321,3 +321,11 @@ def test_a_replica_that_is_given_up_while_its_engine_hangs_ends_at_once_to_be_re
     assert rollout.process.wait(60) == RESTART
     _, left = psutil.wait_procs(cores, timeout=60)
     assert not left
+
+
+def test_an_engine_that_a_signal_ends_is_one_that_died_and_no_stop_of_the_replica(tmp_path: Path) -> None:
+    """The engine is a fork of the replica, whose event loop hears of signals by a socket that forks share."""
+    with rollout_process(tmp_path, write_qwen3(tmp_path / "model", hidden=128)) as rollout:
+        (core,) = engine_of(rollout)
+        core.terminate()
+        assert rollout.process.wait(60) == RESTART
