@@ -20,8 +20,9 @@ quickstart: setup ## Train the sort-digits example through the whole system (SEE
 	@$(BIN)/python examples/sort_digits/quickstart.py --seed $(SEED)
 
 # files in their order: those of long tests first, so that all workers end together. Tests kill peers, of which torch and
-# gRPC write stack traces between the dots; what matters of it is raised.
-PYTEST := GRPC_VERBOSITY=ERROR TORCH_CPP_LOG_LEVEL=FATAL $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder -n
+# gRPC write stack traces between the dots; what matters of it is raised. Where Python may write no bytecode, each of some
+# thousands of processes would compile this tree anew.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE GRPC_VERBOSITY=ERROR TORCH_CPP_LOG_LEVEL=FATAL $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder -n
 
 test: setup ## Keep every promise once: the whole system, every contract, a kill of each role (some 18 minutes on two cores; WORKERS=4 at a time, for each waits half of its time)
 	@$(PYTEST) $(WORKERS) -m "not learning and not mesh and not engine and not languages and not megatron and not vision and not cluster and not thorough"

@@ -97,6 +97,8 @@ def _uv(arguments: list[str]) -> str | None:
     sources, environment = _sources_of_pip()
     # The best of all sources, as pip takes it: torch is in most of them, and its CPU build in one.
     command = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(VENV / "bin" / "python")]
+    if sys.dont_write_bytecode:  # else Python writes it for what is imported; here each process would compile it anew
+        command.append("--compile-bytecode")
     return _install(
         [*command, "--index-strategy", "unsafe-best-match", *sources, *arguments],
         settled=("Downloaded ",),
