@@ -56,6 +56,13 @@ def _add_starting(command: AddCommand) -> None:
         "check", "validate a configuration without starting anything, and print what follows from it", _OVERRIDES
     )
     check.add_argument("config", type=Path, metavar="CONFIG", help="the YAML file of a run, or of sft")
+    settings = command("settings", "show the keys of a configuration file: what each takes, its default, its meaning")
+    settings.add_argument(
+        "key", nargs="?", metavar="KEY", help="a section or a key, e.g. actor.optimizer or warmup_steps; all sections"
+    )
+    settings.add_argument(
+        "--of", choices=["run", "sft", "reward-model"], default="run", help="which kind of file (default: run)"
+    )
     manifests = command("manifests", "write what deploys a run in containers or by Slurm, from its file", _OVERRIDES)
     manifests.add_argument(
         "config", type=Path, metavar="CONFIG", help="the run's YAML file, with paths as its roles see them there"

@@ -1,6 +1,6 @@
-"""The `rolecall` command: sft, train, check and serve from a configuration; status, watch, pause, resume, stop and
-profile a run; audit its ledger; rewind it; ask a role for its health; hold a service to its contract; list an
-environment's tasks; score a file; evaluate a model; write manifests; export.
+"""The `rolecall` command: sft, train, check and serve from a configuration, and its keys; status, watch, pause, resume,
+stop and profile a run; audit its ledger; rewind it; ask a role for its health; hold a service to its contract; list
+an environment's tasks; score a file; evaluate a model; write manifests; export.
 
 Parses arguments and the configuration first and imports heavy things after, so that --help and mistakes are answered at
 once. Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted.
@@ -113,6 +113,10 @@ def _say_where(overrides: Sequence[str]) -> bool:
 
 def _run_as_it_stands(arguments: argparse.Namespace) -> int:
     """Runs a command that takes no keys of a run's file."""
+    if arguments.command == "settings":
+        from rolecall.commands.settings import settings
+
+        return settings(arguments.of, arguments.key, sys.stdout)
     if arguments.command == "certificates":
         from rolecall.commands.certificates import certificates
 

@@ -146,7 +146,7 @@ def test_what_names_no_run_is_refused(tmp_path: Path) -> None:
     [
         (["trian", "run.yaml"], "there is no command 'trian' (did you mean 'train'?)"),
         (["serve", "rolout", "run.yaml"], "there is no role 'rolout' (did you mean 'rollout'?)"),
-        (["xyz"], "there is no command 'xyz'; there are train, check, manifests, evaluate, sft"),
+        (["xyz"], "there is no command 'xyz'; there are train, check, settings, manifests, evaluate, sft"),
     ],
 )
 def test_a_command_or_role_that_does_not_exist_is_told_with_the_nearest_one(
