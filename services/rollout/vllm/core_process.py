@@ -1,5 +1,6 @@
 """The process of vLLM's scheduler, where it begins as a fork of the replica's."""
 
+import logging
 import os
 import signal
 
@@ -22,3 +23,4 @@ def _begin() -> None:
     os.environ[METHOD] = "spawn"  # of workers, whose threads are bound while OpenMP is loaded
     tie_to_parent()
     os.environ.update(tied_to_this_process())
+    logging.getLogger().setLevel(logging.WARNING)  # the replica says what is done, and this process what goes wrong
