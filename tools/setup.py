@@ -23,6 +23,7 @@ VENV = ROOT / ".venv"
 STAMP = VENV / ".rolecall-setup"
 PYTHONS = ((3, 11), (3, 12))
 LOCKS = ("cpu", "cuda")
+UNFINISHED = "unfinished"
 
 NO_CPU_TORCH = """
 setup: no CPU build of torch ({pin}) in the package sources that pip is configured with.
@@ -55,8 +56,11 @@ def main() -> int:
     print(f"setup: {VENV.name} from {lock.relative_to(ROOT)} with Python {sys.version.split()[0]}", flush=True)
     if not (VENV / "bin" / "python").exists():
         subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
-    STAMP.write_text(f"{name} unfinished")
-    if (log := _install_lock(lock) or _pip(["--no-deps", "--no-build-isolation", "--editable", str(ROOT)])) is not None:
+    STAMP.write_text(f"{name} {UNFINISHED}")
+    log = _install_lock(lock, anew=stamped.endswith(UNFINISHED))
+    if log is None:
+        log = _pip(["--no-deps", "--no-build-isolation", "--editable", str(ROOT)])
+    if log is not None:
         print(log, file=sys.stderr)
         return 1
     STAMP.write_text(wanted)
@@ -73,13 +77,15 @@ def _pins(lock: Path) -> list[str]:
     return [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
 
 
-def _install_lock(lock: Path) -> str | None:
-    """None once all of the lock is installed, else why not."""
+def _install_lock(lock: Path, *, anew: bool) -> str | None:
+    """None once all of the lock is installed, else why not. `anew`: a run before this one was cut short, of which uv
+    would take a package that is there in part for whole.
+    """
     pins = _pins(lock)
     print(f"setup: {len(pins)} packages", flush=True)
     log = _pip([next(pin for pin in pins if pin.startswith("uv=="))])
     if log is None:
-        log = _uv(["--no-deps", "--requirement", str(lock)])
+        log = _uv([*(["--reinstall"] if anew else []), "--no-deps", "--requirement", str(lock)])
     torch = next(pin for pin in pins if pin.startswith("torch=="))
     missing = re.compile(f"no (version of|matching distribution found for) {re.escape(torch)}", re.IGNORECASE)
     if log is not None and not missing.search(log):
@@ -94,7 +100,7 @@ def _install_lock(lock: Path) -> str | None:
 
 def _uv(arguments: list[str]) -> str | None:
     """Runs `uv pip install` as pip would; None on success, else its output."""
-    sources, environment = _sources_of_pip()
+    sources, environment = sources_of_pip(_settings_of_pip())
     # The best of all sources, as pip takes it: torch is in most of them, and its CPU build in one.
     command = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(VENV / "bin" / "python")]
     if sys.dont_write_bytecode:  # else Python writes it for what is imported; here each process would compile it anew
@@ -107,24 +113,33 @@ def _uv(arguments: list[str]) -> str | None:
     )
 
 
-def _sources_of_pip() -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment by which uv takes packages from where pip does; it does not read pip's settings."""
+def _settings_of_pip() -> dict[str, str]:
     python = str(VENV / "bin" / "python")
     listed = subprocess.run([python, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
-    settings = {key: ast.literal_eval(value) for key, _, value in (line.partition("=") for line in listed.splitlines())}
+    return {key: ast.literal_eval(value) for key, _, value in (line.partition("=") for line in listed.splitlines())}
 
-    def get(name: str) -> list[str]:
+
+def sources_of_pip(settings: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Returns arguments and environment by which uv takes packages from where pip does, whose `settings` uv does not
+    read. Indexes are in the environment: their addresses may hold passwords, and everybody sees arguments.
+    """
+
+    def get(name: str) -> str:
         keys = (f"{section}.{name}" for section in (":env:", "install", "global"))
-        return next((settings[key].split() for key in keys if key in settings), [])
+        return next((settings[key] for key in keys if key in settings), "")
 
     arguments = [
-        *(f"--default-index={url}" for url in get("index-url")),
-        *(f"--index={url}" for url in [*get("extra-index-url"), *os.environ.get("TORCH_INDEX", "").split()]),
-        *(f"--find-links={place}" for place in get("find-links")),
-        *(f"--allow-insecure-host={host}" for host in get("trusted-host")),
+        *(["--no-index"] if get("no-index").lower() in ("1", "on", "t", "true", "y", "yes") else []),
+        *(f"--only-binary={names}" for names in get("only-binary").split()),
+        *(f"--allow-insecure-host={host}" for host in get("trusted-host").split()),
     ]
-    certificates = get("cert")
-    return arguments, {"SSL_CERT_FILE": certificates[0]} if certificates else {}
+    given = {
+        "UV_DEFAULT_INDEX": get("index-url"),
+        "UV_INDEX": " ".join(f"{get('extra-index-url')} {os.environ.get('TORCH_INDEX', '')}".split()),
+        "UV_FIND_LINKS": ",".join(get("find-links").split()),
+        "SSL_CERT_FILE": get("cert"),
+    }
+    return arguments, {name: value for name, value in given.items() if value}
 
 
 def _pip(arguments: list[str], total: int = 0) -> str | None:
