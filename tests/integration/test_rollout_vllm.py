@@ -329,3 +329,20 @@ def test_an_engine_that_a_signal_ends_is_one_that_died_and_no_stop_of_the_replic
         (core,) = engine_of(rollout)
         core.terminate()
         assert rollout.process.wait(60) == RESTART
+
+
+def test_workers_of_a_forked_engine_are_spawned_on_cores_of_their_own_and_end_with_a_killed_replica(
+    tmp_path: Path,
+) -> None:
+    """One core each: OpenMP reads which as it is loaded, which in a fork it is already."""
+    model = write_qwen3(tmp_path / "model", hidden=128)
+    with rollout_process(tmp_path, model, rollout={"tensor_parallel_size": 2}) as rollout:
+        rollout.open_epoch()
+        rollout.publish()
+        assert len(generate(rollout)) == 4
+        processes = engine_of(rollout)
+        cores = [core for each in processes if "Worker" in each.name() for core in each.cpu_affinity()]
+        assert len(cores) == len(set(cores)) > 1
+        rollout.process.kill()
+        _, left = psutil.wait_procs(processes, timeout=60)
+        assert not left
