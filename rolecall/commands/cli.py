@@ -1,6 +1,6 @@
 """The `rolecall` command: sft, train, check and serve from a configuration, and its keys; status, watch, pause, resume,
-stop and profile a run; audit its ledger; rewind it; ask a role for its health; hold a service to its contract; list
-an environment's tasks; score a file; evaluate a model; write manifests; export.
+stop and profile a run; audit its ledger; rewind it; ask a role for its health; hold a service to its contract; list an
+environment's tasks; score a file; evaluate a model; write manifests; export.
 
 Parses arguments and the configuration first and imports heavy things after, so that --help and mistakes are answered at
 once. Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted.

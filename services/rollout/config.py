@@ -134,7 +134,8 @@ def start_environment(config: RolloutConfig) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # Children must be spawned: a child that imports the main module is tied to its parent by it.
+        # Children are spawned, but for the scheduler on CPUs (vllm/core_process.py): one that imports the main module
+        # is tied to its parent by it.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if config.devices:
