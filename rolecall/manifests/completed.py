@@ -37,8 +37,8 @@ def trainers_of(settings: RunSettings, local: Sequence[str]) -> dict[str, Traine
     for name, section in found.items():
         if section.devices and section.num_ranks % len(section.devices):
             raise ConfigError(
-                f"{name} has {len(section.devices)} GPUs on each of its machines for {section.num_ranks} ranks; give "
-                "one each"
+                f"{name}.num_ranks is {section.num_ranks}, and {name}.devices has {len(section.devices)} GPUs, on each "
+                "of its machines; a rank has one GPU, so give a multiple of them"
             )
     return found
 

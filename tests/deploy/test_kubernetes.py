@@ -67,7 +67,7 @@ def test_what_lies_in_the_folder_and_is_of_another_run_is_not_written_beside(
             "data.preprocess.function is /home/me/code, which a container does not see",
         ),
         ("--weights.ports=x", "weights.ports"),
-        ("--actor.devices=[0,1,2]", "actor has 3 GPUs on each of its machines for 2 ranks; give one each"),
+        ("--actor.devices=[0,1,2]", "actor.num_ranks is 2, and actor.devices has 3 GPUs, on each of its machines"),
         ("--rollout.sleep_mode=true", "rollout.sleep_mode: each pod has GPUs of its own"),
         (
             "--controller.stall_timeout_s=600",
