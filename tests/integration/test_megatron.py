@@ -7,7 +7,7 @@ Ranks stay up and take one layout after another: what costs is to start them. Fl
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,22 @@ from tests.integration.exact_ranks import (
 )
 from tests.integration.fsdp_ranks import make_rows
 from tests.routed import MIXTURE, random_routing
-from tests.tiny_models import write_deepseek_v2, write_llama, write_qwen2, write_qwen3, write_qwen3_moe
+from tests.tiny_families import write_family
+from tests.tiny_models import (
+    write_deepseek_v2,
+    write_glm4_moe,
+    write_llama,
+    write_qwen2,
+    write_qwen3,
+    write_qwen3_moe,
+)
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("one_rank")]
 
 VOCAB = 152
 NUM_STEPS = 3
 JOBS_OF_RANKS = 20
+FURTHER = ("mistral", "seed_oss", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe_lite")
 FSDP: tuple[int, None] = (1, None)
 """One rank of the other back end."""
 NUM_ALIKE, NUM_ROUTED_ALIKE = 9, 5
@@ -70,8 +79,10 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "latent": write_deepseek_v2,
     "llama": write_llama,
     "qwen2": write_qwen2,
+    "glm4_moe": lambda path: write_glm4_moe(path, vocab=VOCAB),
+    **{kind: partial(write_family, model_type=kind) for kind in FURTHER},
 }
-NUM_LAYERS = {"three_moe": 3, "deep_moe": 4, "latent": 4, "five_moe": 5}
+NUM_LAYERS = {"three_moe": 3, "deep_moe": 4, "latent": 4, "five_moe": 5, "glm4_moe": 3}
 """Of mixtures with others than two."""
 
 
@@ -139,6 +150,9 @@ EVERY_DAY = [
     Case(2, "tied", {"tensor": 2}, lora="lora"),
 ]
 MATRIX = [
+    *(Case(1, model) for model in (*FURTHER, "glm4_moe")),
+    *(Case(2, model, {"tensor": 2}) for model in (*FURTHER, "glm4_moe")),
+    *(Case(2, model, {"pipeline": 2}) for model in (*FURTHER, "glm4_moe")),
     *(Case(2, "untied", parallel, lora="some") for parallel in ({}, {"tensor": 2}, {"pipeline": 2}, {"sequence": 2})),
     Case(2, "tied", {"tensor": 2}, {"sequence_parallel": False}, lora="lora"),
     Case(2, "tied", {"pipeline": 2}, {}, {"gradient_checkpointing": True}, lora="lora"),

@@ -17,7 +17,7 @@ from rolecall.training.model.box import Box
 from rolecall.training.model.lora import adapter_names, is_adapter
 
 Shapes = Mapping[str, Sequence[int]]
-"""Full shapes of transformers' parameters by name."""
+"""Full shapes of transformers' parameters, and of the buffers that model directories hold, by name."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,33 @@ _SHARED_EXPERTS = (
     ),
     Rule("mlp.shared_experts.linear_fc2.weight", columns, ("mlp.shared_experts.down_proj.weight",)),
 )
+_GATED_SHARED_EXPERT = (
+    Rule(
+        "mlp.shared_experts.linear_fc1.weight",
+        rows,
+        ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+    ),
+    Rule("mlp.shared_experts.linear_fc2.weight", columns, ("mlp.shared_expert.down_proj.weight",)),
+    Rule("mlp.shared_experts.gate_weight", whole, ("mlp.shared_expert_gate.weight",)),
+)
+_EXPERT_BIAS = (Rule("mlp.router.expert_bias", whole, ("mlp.gate.e_score_correction_bias",)),)
+_LATENT_EXPERTS = (*_NORMS, *_LATENT, *_MLP, *_EXPERTS, *_SHARED_EXPERTS)
 FAMILIES: Mapping[str, tuple[Rule, ...]] = {
     "llama": (*_NORMS, *_ATTENTION, *_MLP),
+    "mistral": (*_NORMS, *_ATTENTION, *_MLP),
     "qwen2": (*_NORMS, *_ATTENTION, *_QKV_BIAS, *_MLP),
+    "seed_oss": (*_NORMS, *_ATTENTION, *_QKV_BIAS, *_MLP),
     "qwen3": (*_NORMS, *_ATTENTION, *_QK_NORM, *_MLP),
-    "qwen3_moe": (*_NORMS, *_ATTENTION, *_QK_NORM, *_EXPERTS),
-    "deepseek_v2": (*_NORMS, *_LATENT, *_MLP, *_EXPERTS, *_SHARED_EXPERTS),
+    "mixtral": (*_NORMS, *_ATTENTION, *_EXPERTS),
+    "qwen2_moe": (*_NORMS, *_ATTENTION, *_QKV_BIAS, *_MLP, *_EXPERTS, *_GATED_SHARED_EXPERT),
+    "qwen3_moe": (*_NORMS, *_ATTENTION, *_QK_NORM, *_MLP, *_EXPERTS),
+    "glm4_moe": (
+        *(*_NORMS, *_ATTENTION, *_QKV_BIAS, *_QK_NORM, *_MLP),
+        *(*_EXPERTS, *_SHARED_EXPERTS, *_EXPERT_BIAS),
+    ),
+    "deepseek_v2": _LATENT_EXPERTS,
+    "deepseek_v3": (*_LATENT_EXPERTS, *_EXPERT_BIAS),
+    "glm4_moe_lite": (*_LATENT_EXPERTS, *_EXPERT_BIAS),
 }
 """The rules of a layer, by the model_type of config.json."""
 _OUTSIDE = (

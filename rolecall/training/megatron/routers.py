@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
@@ -160,10 +161,20 @@ class RoutersPass:
 
 
 class Router(TopKRouter):  # type: ignore[misc]  # of no known type
-    """Megatron's router, which tells a pass what it says and chooses as the pass does."""
+    """Megatron's router, which tells a pass what it says and chooses as the pass does.
+
+    Where it chooses by sigmoid, each expert's has a bias, `expert_bias` float32 [E]. Megatron would move it after each
+    step for the sake of balance; here it stays as it was read, in every back end.
+    """
 
     given: RoutersPass | None = None
     """The pass that its layer is in; None: nobody asks."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.moe_router_score_function == "sigmoid":
+            del self.expert_bias
+            self.register_buffer("expert_bias", torch.empty(config.num_moe_experts, dtype=torch.float32))
 
     def routing(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Chooses experts by `logits` [n, 1, E]."""
