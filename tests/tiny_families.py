@@ -22,6 +22,7 @@ _SHAPE = {
     "max_position_embeddings": 256,
 }
 _LATENT = {
+    "initializer_range": 0.1,
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
     "q_lora_rank": 24,

@@ -6,7 +6,7 @@ Ranks stay up and take one layout after another: what costs is to start them. Fl
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 from rolecall.columns import ROUTED_EXPERTS
 from rolecall.data.adapters import ADAPTER, adapted_matrices, num_adapter_parameters
-from rolecall.data.model_files import check_parallel
+from rolecall.data.mixture import Mixture, read_mixture
+from rolecall.data.model_files import check_parallel, num_experts, text_config
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.settings import ActorSection, LayoutSection, LoraSection
 from rolecall.training.model.lora import adapter_names, peft_name, write_adapter
@@ -57,6 +58,7 @@ VOCAB = 152
 NUM_STEPS = 3
 JOBS_OF_RANKS = 20
 FURTHER = ("mistral", "seed_oss", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe_lite")
+FURTHER_MIXTURES = (*FURTHER[2:], "glm4_moe")
 FSDP: tuple[int, None] = (1, None)
 """One rank of the other back end."""
 NUM_ALIKE, NUM_ROUTED_ALIKE = 9, 5
@@ -82,8 +84,6 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "glm4_moe": lambda path: write_glm4_moe(path, vocab=VOCAB),
     **{kind: partial(write_family, model_type=kind) for kind in FURTHER},
 }
-NUM_LAYERS = {"three_moe": 3, "deep_moe": 4, "latent": 4, "five_moe": 5, "glm4_moe": 3}
-"""Of mixtures with others than two."""
 
 
 LOSSES = {"balance_coef": 0.3, "z_coef": 0.01}
@@ -153,6 +153,21 @@ MATRIX = [
     *(Case(1, model) for model in (*FURTHER, "glm4_moe")),
     *(Case(2, model, {"tensor": 2}) for model in (*FURTHER, "glm4_moe")),
     *(Case(2, model, {"pipeline": 2}) for model in (*FURTHER, "glm4_moe")),
+    *(Case(2, model, {"tensor": 2, "expert": 2}) for model in FURTHER_MIXTURES),
+    *(Case(2, model, {"sequence": 2}, {}, {"gradient_checkpointing": True}) for model in FURTHER_MIXTURES),
+    *(Case(4, model, {"tensor": 2, "pipeline": 2, "expert": 2}) for model in FURTHER_MIXTURES),
+    *(Case(2, model, {"tensor": 2}, lora="lora") for model in ("seed_oss", "qwen2_moe", "glm4_moe")),
+    Case(2, "mixtral", {"tensor": 2}, lora="attention"),
+    *(Case(2, model, {"tensor": 2}, lora="latent") for model in ("deepseek_v3", "glm4_moe_lite")),
+    *(Case(2, model, {"pipeline": 2}, routers="frozen") for model in ("glm4_moe", "deepseek_v3")),
+    *(Case(2, model, {"pipeline": 2}, routers="told") for model in ("mixtral", "qwen2_moe", "glm4_moe")),
+    *(Case(2, model, {"pipeline": 2}, routers="replayed") for model in FURTHER_MIXTURES),
+    Case(2, "glm4_moe", {"tensor": 2, "expert": 2}, routers="replayed"),
+    *(Case(2, model, {"pipeline": 2}, routers="replayed_with_losses") for model in ("mixtral", "qwen2_moe")),
+    *(Case(2, model, {"tensor": 2}, routers="losses") for model in ("mixtral", "qwen2_moe")),
+    Case(3, "glm4_moe", {"pipeline": 3}, objective="value"),
+    Case(2, "glm4_moe", {"expert": 2}, {}, {"gradient_checkpointing": True}, routers="replayed"),
+    Case(2, "deepseek_v3", {"expert": 2}, {}, {"gradient_checkpointing": True}, routers="replayed"),
     *(Case(2, "untied", parallel, lora="some") for parallel in ({}, {"tensor": 2}, {"pipeline": 2}, {"sequence": 2})),
     Case(2, "tied", {"tensor": 2}, {"sequence_parallel": False}, lora="lora"),
     Case(2, "tied", {"pipeline": 2}, {}, {"gradient_checkpointing": True}, lora="lora"),
@@ -237,9 +252,9 @@ MATRIX = [
 ]
 
 
-def routed_rows(num_layers: int) -> list[Row]:
+def routed_rows(mixture: Mixture = MIXTURE) -> list[Row]:
     """Rows that send their tokens to any experts; the two longest begin alike, and are sent alike for some tokens."""
-    mixture, rng = replace(MIXTURE, num_layers=num_layers), np.random.default_rng(3)
+    rng = np.random.default_rng(3)
     rows: list[dict[str, Any]] = [
         {**row, ROUTED_EXPERTS: mixture.encode(random_routing(rng, len(row["token_ids"]), mixture))}
         for row in make_rows(10)
@@ -256,9 +271,7 @@ class Bench:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
         self._stack = stack
-        for num_layers in {2, *NUM_LAYERS.values()}:
-            rows = routed_rows(num_layers)
-            write_rows(folder / f"rows-{num_layers}.npz", rows, [0.7] * len(rows))
+        self.rows = cache(self._rows)
         self.model = cache(lambda name: MODELS[name](folder / name))
         self._ranks: dict[int, Ranks] = {}
         self._num_asked = 0
@@ -269,7 +282,7 @@ class Bench:
     def job(self, model: str, objective: Objective, **more: Any) -> dict[str, Any]:
         return {
             "model": str(self.model(model)),
-            "rows": str(self.folder / f"rows-{NUM_LAYERS.get(model, 2)}.npz"),
+            "rows": self.rows(model),
             "out": str(self.folder / "out"),
             "objective": objective,
             "token_budget": 40,
@@ -309,9 +322,16 @@ class Bench:
         write_adapter(folder, self.model(model), iter(tensors.items()), section, (), nothing)
         return {**section.as_kept(), "start": str(folder)}
 
+    def _rows(self, model: str) -> str:
+        """A file of rows, routed through a mixture as the model's is."""
+        path, is_mixture = self.folder / f"{model}-rows.npz", num_experts(text_config(self.model(model)))
+        rows = routed_rows(read_mixture(self.model(model))) if is_mixture else routed_rows()
+        write_rows(path, rows, [0.7] * len(rows))
+        return str(path)
+
     def _policy_rows(self) -> str:
         """A file of rows with a reference's logprobs, which the policy's objective reads."""
-        rows, path = routed_rows(2), self.folder / "policy.npz"
+        rows, path = routed_rows(), self.folder / "policy.npz"
         write_rows(path, [{**row, "ref/logprobs": row["rollout_logprobs"] * 0.9} for row in rows], [0.7] * len(rows))
         return str(path)
 

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from rolecall.data.megatron.stages import split_layers
 from rolecall.data.megatron_limits import BY_SIGMOID, shared_experts_width
 from rolecall.data.model_files import num_experts
+from rolecall.training.model.lora import checkpoint_name
 from rolecall.training.model.packed_model import PackedModel, layers
 from rolecall.training.options import DTYPES, EngineOptions
 
@@ -25,7 +26,7 @@ def transformer_config(model: PackedModel, options: EngineOptions) -> Transforme
             if section.recompute == "layers"
             else {"recompute_granularity": "selective"}
         )
-    blocks = [{name for name, _ in layer.named_parameters()} for layer in layers(model)]
+    blocks = [{checkpoint_name(name) for name, _ in layer.named_parameters()} for layer in layers(model)]
     is_latent = bool(getattr(hf, "kv_lora_rank", None))
     return (MLATransformerConfig if is_latent else TransformerConfig)(
         num_layers=hf.num_hidden_layers,

@@ -114,12 +114,12 @@ class MegatronEngine:
         """The FLOPs of passes over the whole model, all ranks together."""
         with self._on_device(), self._memory.phase("load"):
             self.layout = MegatronLayout(options.parallel, device, virtual_stages=options.megatron.virtual_stages)
-            self._last_stage = LastStage(self.layout, options)
             seed_rank(options.seed, self.layout.data_rank)
             self._pipeline = Pipeline(
                 self._model, options, self.layout, self._memory, self._progress, self.flops.head_size
             )
             self._stages = self._pipeline.stages
+            self._last_stage = LastStage(self.layout, options, len(self._pipeline.layers_with_experts))
             if options.freeze_routers:
                 for module in (each for stage in self._stages for each in stage.modules()):
                     if isinstance(module, Router):
