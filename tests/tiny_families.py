@@ -44,6 +44,7 @@ _YARN = {
     "mscale_all_dim": 1.0,
 }
 _MORE: dict[str, dict[str, Any]] = {
+    "qwen3": {"rope_parameters": {key: value for key, value in _YARN.items() if not key.startswith("mscale")}},
     "mistral": {"sliding_window": None},
     "seed_oss": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},

@@ -21,8 +21,8 @@ MODEL_TYPES = (
     *BY_SIGMOID,
 )
 """model_type of config.json, of the models that rolecall/training/megatron/families.py has a map for."""
-ROPES = ("default", "linear", "llama3")
-"""Rotations whose angles depend on a token's position alone, unscaled."""
+ROPES = ("default", "linear", "llama3", "yarn")
+"""Rotations whose angles depend on a token's position alone."""
 
 
 def require_installed() -> None:
@@ -59,7 +59,8 @@ def _check_model(text: dict[str, Any], where: str) -> None:
     kind_of_rope = rope.get("rope_type") or rope.get("type") or "default"
     wrong = {
         "attention in sliding windows": _slides(text),
-        f"rotary positions of type {kind_of_rope}": kind_of_rope not in ROPES and not _keeps_lengths(text, rope),
+        f"rotary positions of type {kind_of_rope}": kind_of_rope not in ROPES,
+        "yarn that makes only a part of queries and keys longer": kind_of_rope == "yarn" and _in_part(text, rope),
         f"activation {text.get('hidden_act')}": text.get("hidden_act", "silu") != "silu",
         **(_of_sigmoid(text) if kind in BY_SIGMOID else _of_softmax(text)),
         "biases on its output projections (attention_bias)": _has_output_bias(text),
@@ -96,13 +97,13 @@ def _has_output_bias(text: dict[str, Any]) -> bool:
     return bool(text.get("attention_out_bias", text.get("attention_bias")))
 
 
-def _keeps_lengths(text: dict[str, Any], rope: dict[str, Any]) -> bool:
-    """Whether the rotation leaves lengths as they are: of yarns that of latent attention, whose two factors cancel each
-    other.
-    """
-    is_yarn = (rope.get("rope_type") or rope.get("type")) == "yarn"
-    scales = rope.get("mscale"), rope.get("mscale_all_dim")
-    return bool(text.get("kv_lora_rank")) and is_yarn and None not in scales and scales[0] == scales[1]
+def _in_part(text: dict[str, Any], rope: dict[str, Any]) -> bool:
+    """Whether a rotation that makes what it turns longer turns a part alone. DeepSeek's two factors cancel out."""
+    if text.get("kv_lora_rank"):
+        scales = rope.get("mscale"), rope.get("mscale_all_dim")
+        return None in scales or scales[0] != scales[1]
+    part: float = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
+    return part < 1
 
 
 def _check_widths(text: dict[str, Any], parallel: LayoutSection, where: str) -> None:

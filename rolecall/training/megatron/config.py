@@ -28,13 +28,16 @@ def transformer_config(model: PackedModel, options: EngineOptions) -> Transforme
         )
     blocks = [{checkpoint_name(name) for name, _ in layer.named_parameters()} for layer in layers(model)]
     is_latent = bool(getattr(hf, "kv_lora_rank", None))
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     return (MLATransformerConfig if is_latent else TransformerConfig)(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         ffn_hidden_size=hf.intermediate_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
-        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        kv_channels=head_dim,
+        # yarn makes queries and keys longer, by the same factor each
+        softmax_scale=None if is_latent else rotary(model).attention_scaling ** 2 / head_dim**0.5,
         **(_latent(hf) if is_latent else {}),
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
@@ -72,6 +75,11 @@ def transformer_config(model: PackedModel, options: EngineOptions) -> Transforme
         **recompute,
         **_mixture(hf, [int("mlp.gate.weight" in block) for block in blocks]),
     )
+
+
+def rotary(model: PackedModel) -> Any:
+    """Returns a module of transformers' that knows the model's rotary positions; not on the meta device."""
+    return type(model.hf.base_model.rotary_emb)(model.hf.config)
 
 
 def _stages(options: EngineOptions) -> list[list[str]]:

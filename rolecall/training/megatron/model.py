@@ -32,7 +32,7 @@ from transformers import PretrainedConfig
 
 from rolecall.columns import TOPK_IDS
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
-from rolecall.training.megatron.config import has_experts
+from rolecall.training.megatron.config import has_experts, rotary
 from rolecall.training.megatron.latent import LatentAttention, LatentNorm
 from rolecall.training.megatron.norm import RmsNorm
 from rolecall.training.megatron.routers import Router, RoutersPass, apart, behind, follow_passes
@@ -145,8 +145,7 @@ class Stage(LanguageModule):  # type: ignore[misc]  # of no known type
             )
         if head == "policy":
             self.setup_embeddings_and_output_layer()
-        rotary = type(model.hf.base_model.rotary_emb)(hf)
-        self.register_buffer("inverse_frequencies", rotary.inv_freq, persistent=False)
+        self.register_buffer("inverse_frequencies", rotary(model).inv_freq, persistent=False)
         self._received: torch.Tensor | None = None
         if config.num_moe_experts:
             follow_passes(self.decoder.layers)
