@@ -45,7 +45,8 @@ _YARN = {
 }
 _MORE: dict[str, dict[str, Any]] = {
     "qwen3": {"rope_parameters": {key: value for key, value in _YARN.items() if not key.startswith("mscale")}},
-    "mistral": {"sliding_window": None},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "seed_oss": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2_moe": {

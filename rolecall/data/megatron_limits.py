@@ -58,7 +58,6 @@ def _check_model(text: dict[str, Any], where: str) -> None:
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     kind_of_rope = rope.get("rope_type") or rope.get("type") or "default"
     wrong = {
-        "attention in sliding windows": _slides(text),
         f"rotary positions of type {kind_of_rope}": kind_of_rope not in ROPES,
         "yarn that makes only a part of queries and keys longer": kind_of_rope == "yarn" and _in_part(text, rope),
         f"activation {text.get('hidden_act')}": text.get("hidden_act", "silu") != "silu",
@@ -153,13 +152,3 @@ def _check_experts(parallel: LayoutSection, megatron: MegatronSection, num_ranks
             f"parallel.expert {parallel.expert} does not divide the {of_a_stage} ranks of a pipeline stage ({where}); "
             "choose a divisor"
         )
-
-
-def _slides(text: dict[str, Any]) -> bool:
-    """Whether any layer attends in a window, by its name or as the Qwens tell it."""
-    if text.get("layer_types"):
-        return "sliding_attention" in text["layer_types"]
-    first = text.get("max_window_layers", 0)
-    return bool(
-        text.get("use_sliding_window") and text.get("sliding_window") and first < text.get("num_hidden_layers", 0)
-    )

@@ -59,6 +59,8 @@ NUM_STEPS = 3
 JOBS_OF_RANKS = 20
 FURTHER_MIXTURES = ("mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe_lite", "glm4_moe")
 FURTHER = ("mistral", "seed_oss", "qwen3", *FURTHER_MIXTURES)
+WINDOWS = "windows"
+"""A model of which one layer attends in windows, and the others to all tokens."""
 FSDP: tuple[int, None] = (1, None)
 """One rank of the other back end."""
 NUM_ALIKE, NUM_ROUTED_ALIKE = 9, 5
@@ -82,6 +84,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "llama": write_llama,
     "qwen2": write_qwen2,
     **{kind: partial(write_family, model_type=kind) for kind in FURTHER},
+    WINDOWS: partial(write_family, model_type="qwen2"),
     "glm4_moe": lambda path: write_glm4_moe(path, vocab=VOCAB),
 }
 
@@ -156,6 +159,8 @@ MATRIX = [
     *(Case(1, model) for model in FURTHER if model != "deepseek_v3"),
     *(Case(2, model, {"tensor": 2}) for model in FURTHER),
     *(Case(2, model, {"pipeline": 2}) for model in FURTHER),
+    *(Case(2, model, {"sequence": 2}) for model in (WINDOWS, "mistral")),
+    Case(2, WINDOWS, {"pipeline": 2}),
     *(Case(2, model, {"tensor": 2, "expert": 2}) for model in FURTHER_MIXTURES),
     *(Case(2, model, {"sequence": 2}, {}, {"gradient_checkpointing": True}) for model in FURTHER_MIXTURES),
     *(Case(4, model, {"tensor": 2, "pipeline": 2, "expert": 2}) for model in FURTHER_MIXTURES),

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from rolecall.commands.cli import main
-from rolecall.data.megatron_limits import MODEL_TYPES, check_megatron
+from rolecall.data.megatron_limits import MODEL_TYPES
 from rolecall.data.model_files import num_experts
-from rolecall.settings import LayoutSection, MegatronSection
 from tests.twins.launched import write_light_config
 
 DENSE: dict[str, Any] = {
@@ -99,8 +98,6 @@ def test_the_stages_of_a_pipeline_are_told(config: Path, capsys: pytest.CaptureF
     ("model", "told"),
     [
         ({"model_type": "gemma3"}, "no map for a model of type gemma3, only for llama, mistral, qwen2, "),
-        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, "attention in sliding windows"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "attention in sliding windows"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "rotary positions of type proportional"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "partial_rotary_factor": 0.5}, "a part of queries and keys"),
         ({"hidden_act": "gelu"}, "activation gelu"),
@@ -239,10 +236,3 @@ def test_the_other_trainers_models_are_looked_at_too(
     assert f"{role}.path {other}: actor.backend megatron has no map for a model of type gemma3" in (
         capsys.readouterr().out
     )
-
-
-def test_the_rule_of_windows_is_the_qwens_own(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps(DENSE | {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0})
-    )
-    check_megatron(tmp_path, LayoutSection(), MegatronSection(), 1)

@@ -77,6 +77,13 @@ def transformer_config(model: PackedModel, options: EngineOptions) -> Transforme
     )
 
 
+def windows(hf: PretrainedConfig) -> list[int | None]:
+    """Returns how many tokens each layer attends to, the one itself included; None: all before it."""
+    window: int | None = getattr(hf, "sliding_window", None)
+    kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
 def rotary(model: PackedModel) -> Any:
     """Returns a module of transformers' that knows the model's rotary positions; not on the meta device."""
     return type(model.hf.base_model.rotary_emb)(model.hf.config)
