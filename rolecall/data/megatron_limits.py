@@ -15,7 +15,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import LayoutSection, MegatronSection
 
 BY_SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
-"""Of MODEL_TYPES those that weigh experts by sigmoids, and choose them by these with a bias for each."""
+"""Models whose experts are weighed by sigmoids, and chosen by these with a bias for each."""
 MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "seed_oss", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2"),
     *BY_SIGMOID,

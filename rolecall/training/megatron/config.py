@@ -117,7 +117,7 @@ def _mixture(hf: PretrainedConfig, layers_with_experts: list[int]) -> dict[str, 
 
 
 def _routing(hf: PretrainedConfig) -> dict[str, Any]:
-    """How a token's experts are chosen and weighed."""
+    """Megatron's settings of how a token's experts are chosen and weighed."""
     factor = getattr(hf, "routed_scaling_factor", None)
     if hf.model_type not in BY_SIGMOID:
         # DeepSeek-V2 leaves the probabilities as they are, whatever its config.json says

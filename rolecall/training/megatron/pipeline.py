@@ -62,7 +62,7 @@ class Pipeline:
         self.layers_with_experts = [
             layer for layer in range(self._config.num_layers) if has_experts(self._config, layer)
         ]
-        """Of the whole model, counted from its first."""
+        """Indices of the layers of the whole model that have experts, counted from its first."""
         self.stages = self._build(model)
         self._wrapped: list[nn.Module] = list(self.stages)
         self._cut: SequenceShare | None = None
