@@ -12,7 +12,15 @@ from pydantic import JsonValue
 
 from rolecall.data.images.tokens import read_visual_tokens
 from rolecall.data.mixture import check_cpu_routing
-from rolecall.data.model_files import EXPERTS, QWEN3_5_TEXT, has_recurrent_layers, tensor_names, text_config
+from rolecall.data.model_files import (
+    EXPERTS,
+    QWEN3_5_TEXT,
+    has_recurrent_layers,
+    kind_of_rope,
+    rope_parameters,
+    tensor_names,
+    text_config,
+)
 from rolecall.data.shift_plan import check_cpu_sleep
 from rolecall.data.vllm_files import check_engine_arguments
 from rolecall.errors import ConfigError
@@ -109,7 +117,7 @@ def _check_gpt_oss(path: Path, model: str) -> None:
     text = text_config(path)
     if text.get("model_type") != "gpt_oss":
         return
-    kinds, rope = text.get("layer_types"), text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kinds = text.get("layer_types")
     alternating = [("sliding_attention", "full_attention")[layer % 2] for layer in range(len(kinds or ()))]
     wrong = {
         "swiglu_limit": text.get("swiglu_limit", 7.0) != 7.0,
@@ -117,7 +125,7 @@ def _check_gpt_oss(path: Path, model: str) -> None:
         "rms_norm_eps": text.get("rms_norm_eps", 1e-5) != 1e-5,
         "attention_bias": not text.get("attention_bias", True),
         "layer_types": kinds is not None and kinds != alternating,
-        "rope_parameters": bool(rope) and (rope.get("rope_type") or rope.get("type")) != "yarn",
+        "rope_parameters": bool(rope_parameters(text)) and kind_of_rope(text) != "yarn",
     }
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
         raise ConfigError(

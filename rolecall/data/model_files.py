@@ -183,8 +183,7 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
                 f"{where} caps its logits softly ({cap} {text[cap]} of config.json), which neither attention nor "
                 "logprobs support here; use a model without it, as Gemma 3"
             )
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or rope.get("type")
+    rope_type = kind_of_rope(text)
     if rope_type in _ROPE_BY_LENGTH:
         raise ConfigError(
             f"{where} turns positions by the longest sequence of a pass (rope_type {rope_type!r} of config.json), and "
@@ -268,6 +267,19 @@ def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.pa
 def sees_images(path: Path, setting: str = "model.path") -> bool:
     """Whether the model at `path` is one of text and images that is trained whole."""
     return _json(path / "config.json", setting).get("model_type") in FAMILIES
+
+
+def rope_parameters(text: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a model's rotary positions by its configuration: those under the older name, where it has both,
+    as transformers takes them.
+    """
+    return dict(text.get("rope_scaling") or text.get("rope_parameters") or {})
+
+
+def kind_of_rope(text: dict[str, Any]) -> Any:
+    """The type of a model's rotary positions by its configuration."""
+    rope = rope_parameters(text)
+    return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def num_experts(text: dict[str, Any]) -> int:

@@ -138,6 +138,10 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
         " turns positions by the longest sequence of a pass (rope_type 'longrope' of config.json), and sequences of",
     ),
     (
+        edit("config.json", rope_scaling={"type": "dynamic"}, rope_parameters={"rope_type": "default"}),
+        " turns positions by the longest sequence of a pass (rope_type 'dynamic' of config.json), and sequences of",
+    ),
+    (
         edit("config.json", model_type="qwen9"),
         ": the installed transformers knows no model_type 'qwen9' of config.json; correct it, or use another model",
     ),
