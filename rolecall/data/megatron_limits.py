@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.data.megatron.stages import split_layers
-from rolecall.data.model_files import num_experts, text_config
+from rolecall.data.model_files import kind_of_rope, num_experts, rope_parameters, text_config
 from rolecall.errors import ConfigError
 from rolecall.settings import LayoutSection, MegatronSection
 
@@ -23,6 +23,12 @@ MODEL_TYPES = (
 """model_type of config.json, of the models that rolecall/training/megatron/families.py has a map for."""
 ROPES = ("default", "linear", "llama3", "yarn")
 """Rotations whose angles depend on a token's position alone."""
+ABSENT: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1},
+    "deepseek_v3": {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3},
+    "glm4_moe_lite": {"mlp_layer_types": ["dense"]},
+}
+"""Values that transformers takes where config.json is silent, as far as the limits depend on them, by model_type."""
 
 
 def require_installed() -> None:
@@ -41,6 +47,7 @@ def check_megatron(
     `parallel` and `megatron` say.
     """
     text, where = text_config(path, setting), f"{setting} {path}"
+    text = ABSENT.get(text.get("model_type", ""), {}) | text
     _check_model(text, where)
     split_layers(path, parallel, megatron, setting)
     _check_widths(text, parallel, where)
@@ -50,16 +57,17 @@ def check_megatron(
 
 def _check_model(text: dict[str, Any], where: str) -> None:
     kind = text.get("model_type")
+    if kind == "mistral" and "layer_types" in text:  # so transformers takes it
+        kind = "ministral"
     if kind not in MODEL_TYPES:
         raise ConfigError(
             f"{where}: actor.backend megatron has no map for a model of type {kind}, only for "
             f"{', '.join(MODEL_TYPES)}; use one of these, or actor.backend fsdp"
         )
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind_of_rope = rope.get("rope_type") or rope.get("type") or "default"
+    rope = kind_of_rope(text)
     wrong = {
-        f"rotary positions of type {kind_of_rope}": kind_of_rope not in ROPES,
-        "yarn that makes only a part of queries and keys longer": kind_of_rope == "yarn" and _in_part(text, rope),
+        f"rotary positions of type {rope}": rope not in ROPES,
+        "yarn that makes only a part of queries and keys longer": rope == "yarn" and _in_part(text),
         f"activation {text.get('hidden_act')}": text.get("hidden_act", "silu") != "silu",
         **(_of_sigmoid(text) if kind in BY_SIGMOID else _of_softmax(text)),
         "biases on its output projections (attention_bias)": _has_output_bias(text),
@@ -75,7 +83,10 @@ def _check_model(text: dict[str, Any], where: str) -> None:
 
 def _of_softmax(text: dict[str, Any]) -> dict[str, bool]:
     method = text.get("topk_method") or "greedy"
-    return {f"experts that are chosen by {method}": method != "greedy"}
+    return {
+        f"experts that are chosen by {method}": method != "greedy",
+        "one expert for a token, whose weight is always 1": _has_one_choice(text) and has_normalized_weights(text),
+    }
 
 
 def _of_sigmoid(text: dict[str, Any]) -> dict[str, bool]:
@@ -84,10 +95,22 @@ def _of_sigmoid(text: dict[str, Any]) -> dict[str, bool]:
     return {
         # whose worth is that of their two best experts to transformers, of chosen / topk_group to Megatron
         f"groups of experts of which {groups} are chosen for {chosen} experts (topk_group)": not by_two,
-        "experts whose weights do not add up to 1 (norm_topk_prob)": not text.get("norm_topk_prob", True),
-        "one expert for a token": chosen == 1,
+        "experts whose weights do not add up to 1 (norm_topk_prob)": not has_normalized_weights(text),
+        "one expert for a token": _has_one_choice(text),
         "rotary positions in halves (rope_interleave)": not text.get("rope_interleave", True),
     }
+
+
+def _has_one_choice(text: dict[str, Any]) -> bool:
+    return bool(text.get("num_experts_per_tok") == 1)
+
+
+def has_normalized_weights(text: dict[str, Any]) -> bool:
+    """Whether the weights of a token's experts are made to add up to 1, by a model's configuration."""
+    kind = text["model_type"]
+    if kind in ("mixtral", "deepseek_v2"):  # whatever config.json says
+        return bool(kind == "mixtral")
+    return bool(text.get("norm_topk_prob", kind in BY_SIGMOID))
 
 
 def _has_output_bias(text: dict[str, Any]) -> bool:
@@ -96,11 +119,12 @@ def _has_output_bias(text: dict[str, Any]) -> bool:
     return bool(text.get("attention_out_bias", text.get("attention_bias")))
 
 
-def _in_part(text: dict[str, Any], rope: dict[str, Any]) -> bool:
-    """Whether a rotation that makes what it turns longer turns a part alone. DeepSeek's two factors cancel out."""
+def _in_part(text: dict[str, Any]) -> bool:
+    """Whether yarn, which makes what it turns longer, turns a part alone. DeepSeek's two factors cancel out."""
+    rope = rope_parameters(text)
     if text.get("kv_lora_rank"):
-        scales = rope.get("mscale"), rope.get("mscale_all_dim")
-        return None in scales or scales[0] != scales[1]
+        scale, factor = rope.get("mscale"), rope.get("attention_factor")
+        return factor != 1 if factor is not None else not scale or scale != rope.get("mscale_all_dim")
     part: float = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
     return part < 1
 

@@ -22,6 +22,8 @@ TrainingBackend: TypeAlias = Literal["fsdp", "megatron"]
 
 ALL_LINEAR = "all-linear"
 """Names in one word the modules of a model that may have adapters."""
+_GATE = "shared_expert_gate"
+"""Name of the matrix by which Qwen2-MoE weighs the expert that all tokens go to."""
 
 Beta: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 """A decay of AdamW's."""
@@ -389,6 +391,11 @@ def check_adapters(actor: ActorSection, lora: LoraSection | None, parallel: Layo
         raise ValueError(
             f"{setting.removesuffix('parallel')}lora.experts is not there with actor.backend megatron; leave it out, "
             "or use backend fsdp"
+        )
+    if lora is not None and _GATE in lora.target_modules and actor.backend == "megatron":
+        raise ValueError(
+            f"{setting.removesuffix('parallel')}lora.target_modules: {_GATE} gets no adapter with actor.backend "
+            "megatron; leave it out, or use backend fsdp"
         )
     if lora is not None and lora.experts and actor.activation_offload and not actor.gradient_checkpointing:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rolecall.commands.cli import main
-from rolecall.data.megatron_limits import MODEL_TYPES
+from rolecall.data.megatron_limits import ABSENT, MODEL_TYPES
 from rolecall.data.model_files import num_experts
 from tests.twins.launched import write_light_config
 
@@ -23,6 +23,7 @@ DENSE: dict[str, Any] = {
     "vocab_size": 264,
 }
 MIXTURE = DENSE | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+OTHER_YARN = {"type": "yarn", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707}
 LATENT = DENSE | {
     "model_type": "deepseek_v2",
@@ -38,11 +39,12 @@ LATENT = DENSE | {
     "rope_parameters": YARN,
 }
 BY_SIGMOID = LATENT | {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+WITHOUT_GROUPS = {key: value for key, value in BY_SIGMOID.items() if key not in ("n_group", "topk_group")}
 SEED_OSS = DENSE | {"model_type": "seed_oss", "attention_bias": True, "attention_out_bias": False}
 QWEN2_MOE = MIXTURE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}
 MODELS = {
     "dense": DENSE,
-    "yarn": DENSE | {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "yarn": DENSE | {"rope_scaling": OTHER_YARN},
     "seed_oss": SEED_OSS,
     "mixture": MIXTURE,
     "some_dense": MIXTURE | {"decoder_sparse_step": 2},
@@ -50,6 +52,7 @@ MODELS = {
     "latent": LATENT,
     "deepseek_v3": BY_SIGMOID,
     "glm4_moe": MIXTURE | {"model_type": "glm4_moe", "attention_bias": True},
+    "one_expert": MIXTURE | {"num_experts_per_tok": 1},
 }
 
 
@@ -69,6 +72,17 @@ def test_there_is_a_map_for_every_type_that_is_let_pass() -> None:
     from rolecall.training.megatron.families import FAMILIES  # takes seconds
 
     assert set(FAMILIES) == set(MODEL_TYPES)
+
+
+@pytest.mark.parametrize("model_type", ABSENT)
+def test_what_config_json_does_not_say_is_what_transformers_takes(model_type: str) -> None:
+    from transformers import AutoConfig  # takes seconds
+
+    config = AutoConfig.for_model(model_type)
+    told = config.to_dict() | dict(config.rope_parameters)
+    if "mlp_layer_types" in told:
+        told["mlp_layer_types"] = sorted(set(told["mlp_layer_types"]) - {"sparse"})
+    assert {name: told[name] for name in ABSENT[model_type]} == ABSENT[model_type]
 
 
 @pytest.mark.parametrize("expert", [1, 2, 4])
@@ -99,12 +113,23 @@ def test_the_stages_of_a_pipeline_are_told(config: Path, capsys: pytest.CaptureF
     [
         ({"model_type": "gemma3"}, "no map for a model of type gemma3, only for llama, mistral, qwen2, "),
         ({"rope_parameters": {"rope_type": "proportional"}}, "rotary positions of type proportional"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "partial_rotary_factor": 0.5}, "a part of queries and keys"),
+        ({"rope_scaling": OTHER_YARN, "partial_rotary_factor": 0.5}, "a part of queries and keys"),
+        (MIXTURE | {"model_type": "glm4_moe", "rope_scaling": OTHER_YARN}, "a part of queries and keys"),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": OTHER_YARN, "partial_rotary_factor": 0.5},
+            "a part of queries and keys",
+        ),
+        ({"model_type": "mistral", "layer_types": None}, "no map for a model of type ministral"),
         ({"hidden_act": "gelu"}, "activation gelu"),
         ({"attention_bias": True}, "attention_bias"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
         (LATENT | {"topk_method": "group_limited_greedy"}, "experts that are chosen by group_limited_greedy"),
         (LATENT | {"rope_parameters": YARN | {"mscale": 1.0}}, "a part of queries and keys longer"),
+        (LATENT | {"rope_parameters": YARN | {"attention_factor": 1.2}}, "a part of queries and keys longer"),
+        (LATENT | {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0}}, "a part of queries and keys longer"),
+        (MIXTURE | {"norm_topk_prob": True, "num_experts_per_tok": 1}, "one expert for a token, whose weight"),
+        (MIXTURE | {"model_type": "mixtral", "num_experts_per_tok": 1}, "one expert for a token, whose weight"),
+        (WITHOUT_GROUPS | {"num_experts_per_tok": 6}, "groups of experts of which 4 are chosen for 6 experts"),
         (BY_SIGMOID | {"topk_group": 1}, "groups of experts of which 1 are chosen for 4 experts (topk_group)"),
         (BY_SIGMOID | {"norm_topk_prob": False}, "do not add up to 1 (norm_topk_prob)"),
         (BY_SIGMOID | {"num_experts_per_tok": 1, "n_group": 1}, "one expert for a token"),
@@ -154,6 +179,11 @@ def test_a_model_that_is_not_computed_is_told(
         ),
         (
             QWEN2_MOE | {"intermediate_size": 97},
+            {"num_ranks": 2, "parallel.tensor": 2},
+            "parallel.tensor 2 does not divide the model's intermediate_size 97",
+        ),
+        (
+            MIXTURE | {"model_type": "glm4_moe_lite", "intermediate_size": 97},
             {"num_ranks": 2, "parallel.tensor": 2},
             "parallel.tensor 2 does not divide the model's intermediate_size 97",
         ),
@@ -208,6 +238,10 @@ def test_a_layout_that_the_model_does_not_fit_is_told(
         (
             "actor.parallel.accumulate=unsharded",
             "parallel.accumulate unsharded is not there with backend megatron; set s",
+        ),
+        (
+            "actor.lora={rank: 4, alpha: 4, target_modules: [q_proj, shared_expert_gate]}",
+            "actor.lora.target_modules: shared_expert_gate gets no adapter with actor.backend megatron; leave it out",
         ),
         ("model.dtype=float16", "model.dtype float16 is not there with actor.backend megatron; set bfloat16, or use"),
     ],
