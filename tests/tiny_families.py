@@ -47,7 +47,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "qwen3": {"rope_parameters": {key: value for key, value in _YARN.items() if not key.startswith("mscale")}},
     "mistral": {"sliding_window": 8},
     "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-    "seed_oss": {},
+    "seed_oss": {"sliding_window": 8},  # which its layers do not read
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2_moe": {
         "num_experts": 4,
@@ -62,9 +62,11 @@ _MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def write_family(path: Path, model_type: str, *, seed: int = 0) -> Path:
-    """A random model of a few layers, in float32, whose biases are no zeros. No tokenizer. Returns `path`."""
-    more = _MORE[model_type]
+def write_family(path: Path, model_type: str, *, seed: int = 0, **others: Any) -> Path:
+    """A random model of a few layers, in float32, whose biases are no zeros; `others` are further settings of its
+    configuration. No tokenizer. Returns `path`.
+    """
+    more = _MORE[model_type] | others
     shape = {key: value for key, value in _SHAPE.items() if key != "head_dim" or "kv_lora_rank" not in more}
     with torch.random.fork_rng():
         torch.manual_seed(seed)

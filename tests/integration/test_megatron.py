@@ -61,6 +61,8 @@ FURTHER_MIXTURES = ("mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe_lite", "glm
 FURTHER = ("mistral", "seed_oss", "qwen3", *FURTHER_MIXTURES)
 WINDOWS = "windows"
 """A model of which one layer attends in windows, and the others to all tokens."""
+MOONLIGHT = "moonlight"
+"""A DeepSeek-V3 without a latent of queries, groups and yarn."""
 FSDP: tuple[int, None] = (1, None)
 """One rank of the other back end."""
 NUM_ALIKE, NUM_ROUTED_ALIKE = 9, 5
@@ -85,6 +87,9 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "qwen2": write_qwen2,
     **{kind: partial(write_family, model_type=kind) for kind in FURTHER},
     WINDOWS: partial(write_family, model_type="qwen2"),
+    MOONLIGHT: partial(
+        write_family, model_type="deepseek_v3", q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=None
+    ),
     "glm4_moe": lambda path: write_glm4_moe(path, vocab=VOCAB),
 }
 
@@ -159,6 +164,7 @@ MATRIX = [
     *(Case(1, model) for model in FURTHER if model != "deepseek_v3"),
     *(Case(2, model, {"tensor": 2}) for model in FURTHER),
     *(Case(2, model, {"pipeline": 2}) for model in FURTHER),
+    *(Case(2, MOONLIGHT, parallel) for parallel in ({"tensor": 2}, {"pipeline": 2})),
     *(Case(2, model, {"sequence": 2}) for model in (WINDOWS, "mistral")),
     Case(2, WINDOWS, {"pipeline": 2}),
     *(Case(2, model, {"tensor": 2, "expert": 2}) for model in FURTHER_MIXTURES),

@@ -8,7 +8,7 @@ from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
 from rolecall.data.megatron.stages import split_layers
-from rolecall.data.megatron_limits import BY_SIGMOID, shared_experts_width
+from rolecall.data.megatron_limits import BY_SIGMOID, has_normalized_weights, shared_experts_width
 from rolecall.data.model_files import num_experts
 from rolecall.training.model.lora import checkpoint_name
 from rolecall.training.model.packed_model import PackedModel, layers
@@ -77,13 +77,6 @@ def transformer_config(model: PackedModel, options: EngineOptions) -> Transforme
     )
 
 
-def windows(hf: PretrainedConfig) -> list[int | None]:
-    """Returns how many tokens each layer attends to, the one itself included; None: all before it."""
-    window: int | None = getattr(hf, "sliding_window", None)
-    kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
 def rotary(model: PackedModel) -> Any:
     """Returns a module of transformers' that knows the model's rotary positions; not on the meta device."""
     return type(model.hf.base_model.rotary_emb)(model.hf.config)
@@ -120,8 +113,7 @@ def _routing(hf: PretrainedConfig) -> dict[str, Any]:
     """Megatron's settings of how a token's experts are chosen and weighed."""
     factor = getattr(hf, "routed_scaling_factor", None)
     if hf.model_type not in BY_SIGMOID:
-        # DeepSeek-V2 leaves the probabilities as they are, whatever its config.json says
-        is_normalized = hf.model_type != "deepseek_v2" and getattr(hf, "norm_topk_prob", True)
+        is_normalized = has_normalized_weights(hf.to_dict())
         return {"moe_router_pre_softmax": not is_normalized, "moe_router_topk_scaling_factor": factor}
     in_groups = {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
     return {
@@ -132,7 +124,8 @@ def _routing(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _latent(hf: PretrainedConfig) -> dict[str, Any]:
-    rope = hf.rope_parameters
+    # by its factor and mscale_all_dim alone yarn changes the scale of products; its angles are transformers' own
+    scaled = {} if hf.rope_parameters["rope_type"] == "default" else hf.rope_parameters
     return {
         "q_lora_rank": hf.q_lora_rank,
         "kv_lora_rank": hf.kv_lora_rank,
@@ -140,9 +133,8 @@ def _latent(hf: PretrainedConfig) -> dict[str, Any]:
         "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
         "v_head_dim": hf.v_head_dim,
         "rope_type": "rope",
-        # by these alone yarn changes the scale of products; its angles are transformers' own
-        "rotary_scaling_factor": rope.get("factor", 1.0),
-        "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+        "rotary_scaling_factor": scaled.get("factor", 1.0),
+        "mscale_all_dim": scaled.get("mscale_all_dim") or 0.0,
     }
 
 

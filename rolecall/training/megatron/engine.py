@@ -41,6 +41,7 @@ from rolecall.training.megatron.optimizer import MOMENTS, Optimizer
 from rolecall.training.megatron.pipeline import Pipeline
 from rolecall.training.megatron.routers import Router
 from rolecall.training.megatron.weights import Weights
+from rolecall.training.model.attention.packed import TracedAttention
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.model.lora import checkpoint_name, prepare_adapters, weights_to_publish
@@ -110,13 +111,16 @@ class MegatronEngine:
         kept = moving if options.lora is not None else list(tensors)  # what is frozen is part of an exported model
         self._kept = {"param": kept, **dict.fromkeys(MOMENTS, moving)}
         """Names of the parameters that checkpoints keep each kind of."""
-        self.flops = count_flops(self._model)
+        trace = TracedAttention()
+        self.flops = count_flops(self._model, trace)
         """The FLOPs of passes over the whole model, all ranks together."""
         with self._on_device(), self._memory.phase("load"):
             self.layout = MegatronLayout(options.parallel, device, virtual_stages=options.megatron.virtual_stages)
             seed_rank(options.seed, self.layout.data_rank)
+            # what transformers' layers ask for: some read a window that config.json has, others do not
+            windows = [layer.sliding_window for layer in trace.layers]
             self._pipeline = Pipeline(
-                self._model, options, self.layout, self._memory, self._progress, self.flops.head_size
+                self._model, options, self.layout, self._memory, self._progress, self.flops.head_size, windows
             )
             self._stages = self._pipeline.stages
             self._last_stage = LastStage(self.layout, options, len(self._pipeline.layers_with_experts))

@@ -33,7 +33,7 @@ from transformers import PretrainedConfig
 
 from rolecall.columns import TOPK_IDS
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
-from rolecall.training.megatron.config import has_experts, rotary, windows
+from rolecall.training.megatron.config import has_experts, rotary
 from rolecall.training.megatron.latent import LatentAttention, LatentNorm
 from rolecall.training.megatron.norm import RmsNorm
 from rolecall.training.megatron.routers import Router, RoutersPass, apart, behind, follow_passes
@@ -122,10 +122,11 @@ class Stage(LanguageModule):  # type: ignore[misc]  # of no known type
         first: bool,
         last: bool,
         chunk: int | None,
+        windows: Sequence[int | None],
         float32_logits: bool,
     ) -> None:
         """`model` is the whole model on the meta device; `chunk` which of this rank's stages it is, None where it has
-        one.
+        one; `windows` how many tokens each layer of the model attends to, the one itself included, None: all before it.
         """
         super().__init__(config)
         hf: PretrainedConfig = model.hf.config
@@ -139,7 +140,7 @@ class Stage(LanguageModule):  # type: ignore[misc]  # of no known type
                 config, vocab_size=hf.vocab_size, max_sequence_length=0, position_embedding_type="rope"
             )
         self.decoder = TransformerBlock(
-            config, _layers(config, chunk, windows(hf)), pre_process=first, post_process=last, vp_stage=chunk
+            config, _layers(config, chunk, windows), pre_process=first, post_process=last, vp_stage=chunk
         )
         self.value_head: nn.Linear | None = None
         if last and head == "value":

@@ -49,9 +49,10 @@ class Pipeline:
         memory: PhaseMemory,
         progress: DeviceProgress,
         head_size: int,
+        windows: Sequence[int | None],
     ) -> None:
-        """`model` is the whole model on the meta device, `head_size` the width of its widest head. ConfigError when it
-        has no routers and the options ask something of them.
+        """`model` is the whole model on the meta device, `head_size` the width of its widest head, `windows` as of
+        Stage. ConfigError when it has no routers and the options ask something of them.
         """
         if options.routers:
             find_routers(model.hf)
@@ -63,7 +64,7 @@ class Pipeline:
             layer for layer in range(self._config.num_layers) if has_experts(self._config, layer)
         ]
         """Indices of the layers of the whole model that have experts, counted from its first."""
-        self.stages = self._build(model)
+        self.stages = self._build(model, windows)
         self._wrapped: list[nn.Module] = list(self.stages)
         self._cut: SequenceShare | None = None
         if self._config.sequence_parallel:
@@ -124,7 +125,7 @@ class Pipeline:
         )
         return found[: len(microbatches)]
 
-    def _build(self, model: PackedModel) -> list[Stage]:
+    def _build(self, model: PackedModel, windows: Sequence[int | None]) -> list[Stage]:
         options, virtual = self._options, self._options.megatron.virtual_stages
         at = dist.get_rank(self._layout.stages)
         return [
@@ -135,6 +136,7 @@ class Pipeline:
                 first=at == 0 and chunk == 0,
                 last=at == options.parallel.pipeline - 1 and chunk == virtual - 1,
                 chunk=chunk if virtual > 1 else None,
+                windows=windows,
                 float32_logits=options.float32_logits,
             )
             .to(self._layout.device)
