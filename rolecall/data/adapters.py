@@ -3,12 +3,11 @@ whether a folder in peft's format is what `actor.lora` or `critic.lora` can begi
 """
 
 import math
-import re
 from collections import Counter
 from pathlib import Path
 
 from rolecall.data.json_text import parse_json
-from rolecall.data.model_files import EXPERTS, TOWER, model_shapes, tensor_shapes, text_config
+from rolecall.data.model_files import EXPERTS, IN_BLOCK, language_shapes, tensor_shapes
 from rolecall.errors import ConfigError
 from rolecall.settings import ALL_LINEAR, LoraSection
 
@@ -28,8 +27,6 @@ _PLAIN = (
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of peft's ways to begin an adapter that subtract it from the base weights, or quantize them."""
 
-_IN_BLOCK = re.compile(r"\.(\d+)\.")
-"""Part of the name of every tensor in a transformer block: its number."""
 _OUT_OF_EXPERT = frozenset({"down_proj", "w2"})
 """Names of the matrix that an expert ends with; the others read the layer's input."""
 _NOT_ALL_LINEAR = frozenset({"gate", "shared_expert_gate", "router", "kv_b_proj"})
@@ -116,7 +113,7 @@ def expert_parameters(path: Path, setting: str = "actor.lora") -> list[int]:
     asks.
     """
     counts = Counter[str]()
-    for name, shape in _in_layers(path, setting).items():
+    for name, shape in language_shapes(path, f"{setting}: the model").items():
         if EXPERTS in name:
             counts[name.partition(EXPERTS)[0]] += math.prod(shape)
     return list(counts.values())
@@ -131,7 +128,7 @@ def with_modules(section: LoraSection, path: Path, setting: str = "actor.lora") 
     inside = [
         name
         for name in _matrices(path, setting)
-        if _IN_BLOCK.search(name) and name.endswith(".weight") and _NOT_ALL_LINEAR.isdisjoint(name.split("."))
+        if IN_BLOCK.search(name) and name.endswith(".weight") and _NOT_ALL_LINEAR.isdisjoint(name.split("."))
     ]
     if not inside:
         raise ConfigError(
@@ -143,21 +140,10 @@ def with_modules(section: LoraSection, path: Path, setting: str = "actor.lora") 
 
 def _matrices(path: Path, setting: str) -> dict[str, list[int]]:
     """The shapes of the model's matrices that are neither an expert's nor a vision tower's, by name."""
-    return {name: shape for name, shape in _in_layers(path, setting).items() if len(shape) == 2 and EXPERTS not in name}
-
-
-def _in_layers(path: Path, setting: str) -> dict[str, list[int]]:
-    """The shapes of the model's tensors that are not a vision tower's, by name. Blocks after the last one, which
-    predict further tokens, are not the model's.
-    """
-    num_layers = text_config(path, setting).get("num_hidden_layers")
-    end = num_layers if isinstance(num_layers, int) else math.inf
     return {
         name: shape
-        for name, shape in model_shapes(path, f"{setting}: the model").items()
-        if not TOWER.match(name)
-        and not name.startswith("mtp.")
-        and not ((block := _IN_BLOCK.search(name)) and int(block[1]) >= end)
+        for name, shape in language_shapes(path, f"{setting}: the model").items()
+        if len(shape) == 2 and EXPERTS not in name
     }
 
 
@@ -166,7 +152,7 @@ def _sizes_of_experts(path: Path, setting: str) -> int:
     matrix. ConfigError where the model has no experts.
     """
     size, seen = 0, set[str]()
-    for name, shape in _in_layers(path, setting).items():
+    for name, shape in language_shapes(path, f"{setting}: the model").items():
         expert, _, matrix = name.removesuffix(".weight").rpartition(".")
         if expert.endswith(EXPERTS[:-1]) and len(shape) == 3:  # a tensor holds a matrix of all experts
             size += shape[0] * sum(shape[1:])

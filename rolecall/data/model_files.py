@@ -39,6 +39,8 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which architectures keep the number of experts of a layer."""
 EXPERTS = ".experts."
 """Part of the name of every tensor of a mixture's experts."""
+IN_BLOCK = re.compile(r"\.(\d+)\.")
+"""Part of the name of every tensor in a transformer block: its number."""
 TOWER = re.compile(r"(model\.)?visual\.")
 """Beginning of the names of a vision tower's tensors, which get no adapters."""
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
@@ -93,6 +95,21 @@ def model_shapes(path: Path, setting: str) -> dict[str, list[int]]:
                 "download the rest"
             )
     return {name: shape for file in files for name, shape in tensor_shapes(file).items()}
+
+
+def language_shapes(path: Path, setting: str) -> dict[str, list[int]]:
+    """Tensor shapes by name of the language model in the directory that `setting` names: without a vision tower, and
+    without blocks after the last one, which predict further tokens.
+    """
+    num_layers = text_config(path, setting).get("num_hidden_layers")
+    end = num_layers if isinstance(num_layers, int) else math.inf
+    return {
+        name: shape
+        for name, shape in model_shapes(path, setting).items()
+        if not TOWER.match(name)
+        and not name.startswith("mtp.")
+        and not ((block := IN_BLOCK.search(name)) and int(block[1]) >= end)
+    }
 
 
 def tensor_names(path: Path, setting: str = "model.path") -> frozenset[str]:

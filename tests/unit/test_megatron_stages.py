@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rolecall.data.megatron.stages import RankParameters, rank_parameters, split_layers
+from rolecall.data.model_files import model_shapes
 from rolecall.settings import ActorSection, CriticSection, LayoutSection, MegatronSection
 
 MIXTURE: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
@@ -65,6 +66,17 @@ def test_experts_count_where_they_are_active(tmp_path: Path) -> None:
     mixture = write_sizes(tmp_path, 10, 100, 600, 800, **MIXTURE)
     assert stages(mixture, 4) == (3, 3, 3, 1)
     assert stages(write_sizes(tmp_path, 10, 900, 600), 4) == (2, 3, 3, 2)
+
+
+def test_blocks_after_the_last_layer_count_nowhere(tmp_path: Path) -> None:
+    """They predict further tokens, and are not computed."""
+    path, setting = write_sizes(tmp_path, 7, 100, 250), "model.path"
+    section = ActorSection.model_validate({"num_ranks": 2, "backend": "megatron", "parallel": {"pipeline": 2}})
+    split, held = stages(path, 3), rank_parameters(path, section, MegatronSection(), setting)
+    shapes = {name: list(shape) for name, shape in model_shapes(path, setting).items()}
+    write_shapes(path, shapes | {"model.layers.7.eh_proj.weight": [10_000]}, {"num_hidden_layers": 7})
+    assert stages(path, 3) == split
+    assert rank_parameters(path, section, MegatronSection(), setting) == held
 
 
 def test_virtual_stages_are_split_as_stages_of_their_own(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from rolecall.data.adapters import adapted_matrices
-from rolecall.data.model_files import EMBEDDINGS, EXPERTS, model_shapes, num_experts, text_config
+from rolecall.data.model_files import EMBEDDINGS, EXPERTS, language_shapes, num_experts, text_config
 from rolecall.errors import ConfigError
 from rolecall.settings import (
     ActorSection,
@@ -142,7 +142,7 @@ def _adapters(
 
 def _read(path: Path, parallel: LayoutSection, setting: str, head: Head) -> _Sizes:
     layers, experts, outside = Counter[int](), Counter[int](), Counter[str]()
-    for name, shape in model_shapes(path, setting).items():
+    for name, shape in language_shapes(path, setting).items():
         if found := _LAYER.match(name):
             (experts if EXPERTS in name else layers)[int(found[1])] += prod(shape)
         else:
