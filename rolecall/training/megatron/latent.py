@@ -1,4 +1,4 @@
-"""Latent attention (DeepSeek-V2): Megatron's own, on packed tokens with positions of their own."""
+"""Latent attention (DeepSeek, GLM-4.7-Flash): Megatron's own, on packed tokens with positions of their own."""
 
 from importlib.util import find_spec
 from typing import Any
