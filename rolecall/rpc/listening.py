@@ -22,7 +22,7 @@ _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """
 
 
-def require_tls(bind: str, rpc: RpcSection, setting: str = "") -> None:
+def require_tls(bind: str, rpc: RpcSection, setting: str) -> None:
     """ConfigError, naming `setting`, when others could reach what listens on `bind` in the clear."""
     if rpc.tls is None and not rpc.behind_mesh and not is_loopback(bind):
         named = f" ({setting})" if setting else ""
