@@ -91,8 +91,6 @@ class RunPosition:
     begun_version: int = -1
     """Highest version a publish was begun under; above policy_version while a publish is under way or after one failed.
     """
-    begun_step: int = -1
-    """Step of that publish."""
     epoch: int = 0
     """Last epoch of the weight channel."""
     next_gid: int = 0

@@ -142,7 +142,6 @@ class Episodes:
         self._continuation = Continuation(tokenizer, visual_tokens=prompts.visual_tokens)
         """Answers what the template can do, on the event loop."""
         self._problem = problem
-        self._prompts = prompts
         open_images = asyncio.Semaphore(NUM_OPENED)
         run_limits = RunLimits(
             max_prompt_tokens=settings.max_prompt_tokens,
