@@ -14,7 +14,6 @@ import pytest
 from rolecall.errors import ChannelBrokenError, WorkerLostError
 from rolecall.rpc.membership import Membership
 from rolecall.rpc.role_process import stop_requested
-from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.prompts import Claim
 from rolecall.store.rows import Rows
@@ -23,13 +22,12 @@ from services.rollout.__main__ import _serve
 from services.rollout.activity import LOOK_S, feed_heartbeat
 from services.rollout.groups import MixedGroups, Room
 from services.rollout.scripted import ScriptedEngine
+from tests.conftest import MakeSettings
 from tests.contract.rollout_replica import CONSUMER, ReplicaUnderTest, replica_under_test
-from tests.fixtures_store import StoreUnderTest
+from tests.fixtures_store import MakeStore, StoreUnderTest
 from tests.tiny_tokenizer import write_tokenizer
 from tests.twins.rollout import BriefQueue, NumberTokenizer, RolloutTwin
 from tests.waiting import until
-
-MakeSettings = Callable[..., RunSettings]
 
 
 @dataclass
@@ -173,7 +171,7 @@ async def test_a_rollout_moves_the_run_while_a_group_waits_for_a_place_in_its_en
 
 @pytest.mark.timeout(300)
 async def test_a_store_that_goes_away_ends_no_rollout_and_its_groups_are_committed_when_it_is_back(
-    make_embedded_store: Callable[..., EmbeddedStore], make_store: Callable[[str, str], StoreUnderTest], tmp_path: Path
+    make_embedded_store: Callable[..., EmbeddedStore], make_store: MakeStore, tmp_path: Path
 ) -> None:
     write_tokenizer(tmp_path)
     server = make_embedded_store(tmp_path / "server")
