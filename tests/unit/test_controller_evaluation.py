@@ -16,9 +16,11 @@ from rolecall.errors import GenerationError, RoleCallError, ScorerError, Unavail
 from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.v1 import reward_pb2, rollout_pb2, trajectory_pb2
-from services.controller import evaluation
 from services.controller.board import RunBoard
-from services.controller.evaluation import ROUNDS, TRIES, Evaluation, HeldOutSet, Patience
+from services.controller.evaluation import evaluation
+from services.controller.evaluation.evaluation import ROUNDS, TRIES, Evaluation, Patience
+from services.controller.evaluation.responses import Response
+from services.controller.evaluation.sets import HeldOutSet
 from tests.waiting import until
 
 NUM_PROMPTS, NUM_RESPONSES, VERSION = 3, 2, 7
@@ -416,7 +418,7 @@ async def test_the_loop_goes_on_while_the_items_of_a_large_set_are_made(
     reward: Any = Counting()
     looking = asyncio.create_task(look())
     async with asyncio.timeout(60) as limit:
-        responses = [evaluation._Response(prompt, answer, ())] * 20_000
+        responses = [Response(prompt, answer, ())] * 20_000
         whole = Evaluation(make_settings(), members, reward, RunBoard(), [])
         await whole._score(responses, Patience(RunBoard(), 60, limit))
     looking.cancel()

@@ -45,7 +45,7 @@ from rolecall.store.position import RunPosition
 from rolecall.v1 import trajectory_pb2
 from services.controller.board import RunBoard
 from services.controller.config import admission_policy
-from services.controller.evaluation import load_sets
+from services.controller.evaluation.sets import load_sets
 from services.controller.groups.assembly import Assembly
 from services.controller.groups.intake import Intake
 from services.controller.groups.prompts import Cursor, PromptRenderer, PromptSequence
