@@ -28,11 +28,12 @@ from rolecall.launcher.finished import is_finished
 from rolecall.launcher.joining import Joining
 from rolecall.launcher.last_words import describe_failure, say_end
 from rolecall.launcher.placed import note_placed
-from rolecall.launcher.plan import plan_workers, prepare_run_dir, resolve, write_config
+from rolecall.launcher.plan import plan_workers, resolve, write_config
 from rolecall.launcher.probes import Probes
 from rolecall.launcher.processes import FINAL_CODES, MODEL_SERVERS, Processes, Worker
 from rolecall.launcher.progress import LONG_WAIT_S, Steady, View
 from rolecall.launcher.restarts import GivenUp, RestartBudget
+from rolecall.launcher.run_dir import prepare_run_dir
 from rolecall.launcher.run_record import INTERRUPTED, keep_record
 from rolecall.launcher.tell_trackers import tell_trackers
 from rolecall.launcher.used_store import note_used_store, require_used_store
