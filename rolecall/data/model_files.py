@@ -2,7 +2,7 @@
 fits its tokenizer.
 
 Owns the complaints about `model.path` that need no weights to be loaded, but for those of vLLM (engine_limits.py), of
-Megatron (megatron_limits.py), of images (image_limits.py), of routing (mixture.py) and of adapters (adapters.py).
+Megatron (megatron_limits.py), of images (images/limits.py), of routing (mixture.py) and of adapters (adapters.py).
 `rolecall check` and the roles' configurations read through here. No torch.
 """
 
