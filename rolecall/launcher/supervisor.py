@@ -15,14 +15,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from rolecall import errors
 from rolecall.checkpoint.manifest import RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
-from rolecall.errors import (
-    DeadlineError,
-    RoleCallError,
-    UnavailableError,
-)
+from rolecall.errors import DeadlineError, ExhaustedError, RoleCallError, UnavailableError
 from rolecall.identity import settle
 from rolecall.launcher.finished import is_finished
 from rolecall.launcher.joining import Joining
@@ -295,11 +290,11 @@ class Supervisor:
             stub = controller_pb2_grpc.ControllerServiceStub(channel)
             while True:
                 self._heard_since = time.monotonic()
-                with suppress(UnavailableError, DeadlineError, errors.ExhaustedError):
+                with suppress(UnavailableError, DeadlineError, ExhaustedError):
                     try:
                         async for message in stub.WatchRun(controller_pb2.WatchRunRequest(), timeout=WATCH_TIMEOUT_S):
                             self._heard(message.status)
-                    except errors.ExhaustedError:  # others watch, too, and no stream is left for us
+                    except ExhaustedError:  # others watch, too, and no stream is left for us
                         self._heard(
                             (await stub.GetRun(controller_pb2.GetRunRequest(), timeout=RUN_CALL_TIMEOUT_S)).status
                         )
