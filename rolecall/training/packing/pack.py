@@ -31,9 +31,9 @@ def pack(
     trajectories: Sequence[int] | None = None,
     images: ReadImages | None = None,
 ) -> Microbatch:
-    """Rows one after another as tensors on `device`, a sequence each, scored where `response_mask` is.
-    `trajectories`: the trajectory that each row is a segment of, by any number (absent: each is one);
-    `images` are those of the column IMAGES, which every row then has.
+    """Rows one after another as tensors on `device`, a sequence each, scored where `response_mask` is. `trajectories`:
+    the trajectory that each row is a segment of, by any number (absent: each is one); `images` are those of the column
+    IMAGES, which every row then has.
 
     Masks arrive as bool, other columns as they are. Sequences share a beginning only as far as they were routed alike,
     and show the same images.

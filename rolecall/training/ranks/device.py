@@ -322,7 +322,8 @@ def _resident_bytes(field: str) -> int:
 
 def _available_bytes() -> int:
     """Memory of this machine that can be had now, or what its control group leaves of it."""
-    found, cgroup = [_kernel_says(Path("/proc/meminfo"), "MemAvailable")], Path("/sys/fs/cgroup")
+    cgroup = Path("/sys/fs/cgroup")
+    found = [_kernel_says(Path("/proc/meminfo"), "MemAvailable")]
     with suppress(OSError, ValueError):  # no control group of its own, or "max"
         found.append(int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text()))
     return min(found)
