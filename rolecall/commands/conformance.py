@@ -47,6 +47,8 @@ def conformance(arguments: argparse.Namespace, out: TextIO) -> int:
     )
     if arguments.items and not arguments.items.is_file():
         raise ConfigError(f"--items: cannot read {arguments.items}: it is no file")
+    if arguments.junit and not arguments.junit.parent.is_dir():
+        raise ConfigError(f"--junit: cannot write {arguments.junit}: {arguments.junit.parent} is no folder; make it")
 
     def tell(text: str) -> None:
         out.write(text)
