@@ -14,10 +14,15 @@ from rolecall.data.model_files import num_experts, text_config
 from rolecall.errors import ConfigError
 from rolecall.settings import LayoutSection, MegatronSection
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2")
+BY_SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+"""Models whose experts are weighed by sigmoids, and chosen by these with a bias for each."""
+MODEL_TYPES = (
+    *("llama", "mistral", "qwen2", "seed_oss", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2"),
+    *BY_SIGMOID,
+)
 """model_type of config.json, of the models that rolecall/training/megatron/families.py has a map for."""
-ROPES = ("default", "linear", "llama3")
-"""Rotations whose angles depend on a token's position alone, unscaled."""
+ROPES = ("default", "linear", "llama3", "yarn")
+"""Rotations whose angles depend on a token's position alone."""
 
 
 def require_installed() -> None:
@@ -52,15 +57,12 @@ def _check_model(text: dict[str, Any], where: str) -> None:
         )
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     kind_of_rope = rope.get("rope_type") or rope.get("type") or "default"
-    some_dense = text.get("mlp_only_layers") or text.get("decoder_sparse_step", 1) != 1
-    method = text.get("topk_method") or "greedy"
     wrong = {
-        "attention in sliding windows": _slides(text),
-        f"rotary positions of type {kind_of_rope}": kind_of_rope not in ROPES and not _keeps_lengths(text, rope),
+        f"rotary positions of type {kind_of_rope}": kind_of_rope not in ROPES,
+        "yarn that makes only a part of queries and keys longer": kind_of_rope == "yarn" and _in_part(text, rope),
         f"activation {text.get('hidden_act')}": text.get("hidden_act", "silu") != "silu",
-        "layers of which only some have experts": bool(num_experts(text) and some_dense),
-        f"experts that are chosen by {method}": method != "greedy",
-        "biases on its output projections (attention_bias)": bool(text.get("attention_bias")),
+        **(_of_sigmoid(text) if kind in BY_SIGMOID else _of_softmax(text)),
+        "biases on its output projections (attention_bias)": _has_output_bias(text),
         "biases in its MLP (mlp_bias)": bool(text.get("mlp_bias")),
     }
     for what, found in wrong.items():
@@ -71,11 +73,36 @@ def _check_model(text: dict[str, Any], where: str) -> None:
             )
 
 
-def _keeps_lengths(text: dict[str, Any], rope: dict[str, Any]) -> bool:
-    """Whether the rotation leaves lengths as they are: of yarns DeepSeek-V2's, whose two factors cancel each other."""
-    is_yarn = (rope.get("rope_type") or rope.get("type")) == "yarn"
-    scales = rope.get("mscale"), rope.get("mscale_all_dim")
-    return text.get("model_type") == "deepseek_v2" and is_yarn and None not in scales and scales[0] == scales[1]
+def _of_softmax(text: dict[str, Any]) -> dict[str, bool]:
+    method = text.get("topk_method") or "greedy"
+    return {f"experts that are chosen by {method}": method != "greedy"}
+
+
+def _of_sigmoid(text: dict[str, Any]) -> dict[str, bool]:
+    chosen, groups = text.get("num_experts_per_tok") or 0, text.get("topk_group") or 1
+    by_two = (text.get("n_group") or 1) == 1 or chosen // groups == 2
+    return {
+        # whose worth is that of their two best experts to transformers, of chosen / topk_group to Megatron
+        f"groups of experts of which {groups} are chosen for {chosen} experts (topk_group)": not by_two,
+        "experts whose weights do not add up to 1 (norm_topk_prob)": not text.get("norm_topk_prob", True),
+        "one expert for a token": chosen == 1,
+        "rotary positions in halves (rope_interleave)": not text.get("rope_interleave", True),
+    }
+
+
+def _has_output_bias(text: dict[str, Any]) -> bool:
+    if text.get("model_type") == "glm4_moe":  # whose attention_bias is of queries, keys and values alone
+        return False
+    return bool(text.get("attention_out_bias", text.get("attention_bias")))
+
+
+def _in_part(text: dict[str, Any], rope: dict[str, Any]) -> bool:
+    """Whether a rotation that makes what it turns longer turns a part alone. DeepSeek's two factors cancel out."""
+    if text.get("kv_lora_rank"):
+        scales = rope.get("mscale"), rope.get("mscale_all_dim")
+        return None in scales or scales[0] != scales[1]
+    part: float = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
+    return part < 1
 
 
 def _check_widths(text: dict[str, Any], parallel: LayoutSection, where: str) -> None:
@@ -94,11 +121,23 @@ def _cut_widths(text: dict[str, Any]) -> dict[str, int]:
         found["kv_lora_rank + qk_rope_head_dim"] = text["kv_lora_rank"] + text["qk_rope_head_dim"]
     if text.get("q_lora_rank"):
         found["q_lora_rank"] = text["q_lora_rank"]
-    if not num_experts(text) or text.get("first_k_dense_replace"):
+    if not num_experts(text) or _has_dense_layers(text):
         found["intermediate_size"] = text.get("intermediate_size", 0)
-    if text.get("n_shared_experts"):
-        found["n_shared_experts x moe_intermediate_size"] = text["n_shared_experts"] * text["moe_intermediate_size"]
+    if width := shared_experts_width(text):
+        found["width of shared experts"] = width
     return found
+
+
+def shared_experts_width(text: dict[str, Any]) -> int:
+    """The inner width of the experts of a layer that all tokens go to, by a model's configuration; 0: none."""
+    several = (text.get("n_shared_experts") or 0) * text.get("moe_intermediate_size", 0)
+    return int(several or text.get("shared_expert_intermediate_size") or 0)
+
+
+def _has_dense_layers(text: dict[str, Any]) -> bool:
+    """Whether any layer of a mixture has no experts, by one of the names under which models tell it."""
+    some = text.get("mlp_only_layers") or text.get("decoder_sparse_step", 1) != 1
+    return bool(some or text.get("first_k_dense_replace") or "dense" in (text.get("mlp_layer_types") or ()))
 
 
 def _check_experts(parallel: LayoutSection, megatron: MegatronSection, num_ranks: int, where: str) -> None:
@@ -113,13 +152,3 @@ def _check_experts(parallel: LayoutSection, megatron: MegatronSection, num_ranks
             f"parallel.expert {parallel.expert} does not divide the {of_a_stage} ranks of a pipeline stage ({where}); "
             "choose a divisor"
         )
-
-
-def _slides(text: dict[str, Any]) -> bool:
-    """Whether any layer attends in a window, by its name or as the Qwens tell it."""
-    if text.get("layer_types"):
-        return "sliding_attention" in text["layer_types"]
-    first = text.get("max_window_layers", 0)
-    return bool(
-        text.get("use_sliding_window") and text.get("sliding_window") and first < text.get("num_hidden_layers", 0)
-    )

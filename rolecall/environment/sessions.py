@@ -226,7 +226,7 @@ class Sessions:
         session.env = env = self._make()
         if request.shows_images:  # an Env may be frozen
             env.shows_images = True
-        return answers.opening_of(env.reset(answers.task_of(request.task), request.seed), answers.roles_of(self.spec))
+        return answers.opening_of(env.reset(answers.task_of(request.task), request.seed), self.spec)
 
     def _step(self, session: _Session, action: Action) -> environment_pb2.StepResponse:
         assert session.env is not None

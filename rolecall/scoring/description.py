@@ -84,7 +84,10 @@ def spec_problem(spec: reward_pb2.DescribeResponse) -> str | None:
     """Returns what makes a scorer's own description unusable; None when nothing does."""
     unknown = sorted(set(spec.reads) - set(ALL_FIELDS))
     if unknown:
-        return f"reads the fields {unknown}, which this release does not know"
+        return (
+            f"reads the fields {unknown}, which this release does not know; name some of its ScoreField, such as "
+            "SCORE_FIELD_RESPONSE_TEXT (2)"
+        )
     names = [component.name for component in spec.components]
     if len(set(names)) != len(names) or "" in names:
         return f"declares the components {names}; names must be unique and not empty"

@@ -6,22 +6,27 @@ Ranks stay up and take one layout after another: what costs is to start them. Fl
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from torch.nn.functional import silu
 
 from rolecall.columns import ROUTED_EXPERTS
 from rolecall.data.adapters import ADAPTER, adapted_matrices, num_adapter_parameters
-from rolecall.data.model_files import check_parallel
+from rolecall.data.mixture import Mixture, read_mixture
+from rolecall.data.model_files import check_parallel, num_experts, text_config
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.settings import ActorSection, LayoutSection, LoraSection
+from rolecall.training.megatron.experts import Experts
+from rolecall.training.megatron.on_cpu import on_cpu
 from rolecall.training.model.lora import adapter_names, peft_name, write_adapter
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import DTYPES
@@ -41,13 +46,25 @@ from tests.integration.exact_ranks import (
 )
 from tests.integration.fsdp_ranks import make_rows
 from tests.routed import MIXTURE, random_routing
-from tests.tiny_models import write_deepseek_v2, write_llama, write_qwen2, write_qwen3, write_qwen3_moe
+from tests.tiny_families import write_family
+from tests.tiny_models import (
+    write_deepseek_v2,
+    write_glm4_moe,
+    write_llama,
+    write_qwen2,
+    write_qwen3,
+    write_qwen3_moe,
+)
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("one_rank")]
 
 VOCAB = 152
 NUM_STEPS = 3
 JOBS_OF_RANKS = 20
+FURTHER_MIXTURES = ("mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe_lite", "glm4_moe")
+FURTHER = ("mistral", "seed_oss", "qwen3", *FURTHER_MIXTURES)
+WINDOWS = "windows"
+"""A model of which one layer attends in windows, and the others to all tokens."""
 FSDP: tuple[int, None] = (1, None)
 """One rank of the other back end."""
 NUM_ALIKE, NUM_ROUTED_ALIKE = 9, 5
@@ -70,9 +87,10 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "latent": write_deepseek_v2,
     "llama": write_llama,
     "qwen2": write_qwen2,
+    **{kind: partial(write_family, model_type=kind) for kind in FURTHER},
+    WINDOWS: partial(write_family, model_type="qwen2"),
+    "glm4_moe": lambda path: write_glm4_moe(path, vocab=VOCAB),
 }
-NUM_LAYERS = {"three_moe": 3, "deep_moe": 4, "latent": 4, "five_moe": 5}
-"""Of mixtures with others than two."""
 
 
 LOSSES = {"balance_coef": 0.3, "z_coef": 0.01}
@@ -135,10 +153,32 @@ EVERY_DAY = [
     Case(2, "moe", {"tensor": 2, "expert": 2}),
     Case(2, "tied", objective="value"),
     Case(2, "moe", {"pipeline": 2}, routers="replayed_with_losses"),
+    Case(2, "qwen2_moe", {"pipeline": 2}, routers="losses"),
+    Case(2, "glm4_moe", {"tensor": 2, "expert": 2}, routers="replayed"),
+    Case(1, "deepseek_v3"),
     Case(1, "tied", lora="lora"),
     Case(2, "tied", {"tensor": 2}, lora="lora"),
 ]
 MATRIX = [
+    *(Case(1, model) for model in FURTHER if model != "deepseek_v3"),
+    *(Case(2, model, {"tensor": 2}) for model in FURTHER),
+    *(Case(2, model, {"pipeline": 2}) for model in FURTHER),
+    *(Case(2, model, {"sequence": 2}) for model in (WINDOWS, "mistral")),
+    Case(2, WINDOWS, {"pipeline": 2}),
+    *(Case(2, model, {"tensor": 2, "expert": 2}) for model in FURTHER_MIXTURES),
+    *(Case(2, model, {"sequence": 2}, {}, {"gradient_checkpointing": True}) for model in FURTHER_MIXTURES),
+    *(Case(4, model, {"tensor": 2, "pipeline": 2, "expert": 2}) for model in FURTHER_MIXTURES),
+    *(Case(2, model, {"tensor": 2}, lora="lora") for model in ("seed_oss", "qwen2_moe", "glm4_moe")),
+    Case(2, "mixtral", {"tensor": 2}, lora="attention"),
+    *(Case(2, model, {"tensor": 2}, lora="latent") for model in ("deepseek_v3", "glm4_moe_lite")),
+    *(Case(2, model, {"pipeline": 2}, routers="frozen") for model in ("glm4_moe", "deepseek_v3")),
+    *(Case(2, model, {"pipeline": 2}, routers="told") for model in ("mixtral", "qwen2_moe", "glm4_moe")),
+    *(Case(2, model, {"pipeline": 2}, routers="replayed") for model in FURTHER_MIXTURES),
+    *(Case(2, model, {"pipeline": 2}, routers="replayed_with_losses") for model in ("mixtral", "qwen2_moe")),
+    *(Case(2, model, {"tensor": 2}, routers="losses") for model in ("mixtral", "qwen2_moe")),
+    Case(3, "glm4_moe", {"pipeline": 3}, objective="value"),
+    Case(2, "glm4_moe", {"expert": 2}, {}, {"gradient_checkpointing": True}, routers="replayed"),
+    Case(2, "deepseek_v3", {"expert": 2}, {}, {"gradient_checkpointing": True}, routers="replayed"),
     *(Case(2, "untied", parallel, lora="some") for parallel in ({}, {"tensor": 2}, {"pipeline": 2}, {"sequence": 2})),
     Case(2, "tied", {"tensor": 2}, {"sequence_parallel": False}, lora="lora"),
     Case(2, "tied", {"pipeline": 2}, {}, {"gradient_checkpointing": True}, lora="lora"),
@@ -223,9 +263,9 @@ MATRIX = [
 ]
 
 
-def routed_rows(num_layers: int) -> list[Row]:
+def routed_rows(mixture: Mixture = MIXTURE) -> list[Row]:
     """Rows that send their tokens to any experts; the two longest begin alike, and are sent alike for some tokens."""
-    mixture, rng = replace(MIXTURE, num_layers=num_layers), np.random.default_rng(3)
+    rng = np.random.default_rng(3)
     rows: list[dict[str, Any]] = [
         {**row, ROUTED_EXPERTS: mixture.encode(random_routing(rng, len(row["token_ids"]), mixture))}
         for row in make_rows(10)
@@ -242,9 +282,7 @@ class Bench:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
         self._stack = stack
-        for num_layers in {2, *NUM_LAYERS.values()}:
-            rows = routed_rows(num_layers)
-            write_rows(folder / f"rows-{num_layers}.npz", rows, [0.7] * len(rows))
+        self.rows = cache(self._rows)
         self.model = cache(lambda name: MODELS[name](folder / name))
         self._ranks: dict[int, Ranks] = {}
         self._num_asked = 0
@@ -255,7 +293,7 @@ class Bench:
     def job(self, model: str, objective: Objective, **more: Any) -> dict[str, Any]:
         return {
             "model": str(self.model(model)),
-            "rows": str(self.folder / f"rows-{NUM_LAYERS.get(model, 2)}.npz"),
+            "rows": self.rows(model),
             "out": str(self.folder / "out"),
             "objective": objective,
             "token_budget": 40,
@@ -295,9 +333,16 @@ class Bench:
         write_adapter(folder, self.model(model), iter(tensors.items()), section, (), nothing)
         return {**section.as_kept(), "start": str(folder)}
 
+    def _rows(self, model: str) -> str:
+        """A file of rows, routed through a mixture as the model's is."""
+        path, is_mixture = self.folder / f"{model}-rows.npz", num_experts(text_config(self.model(model)))
+        rows = routed_rows(read_mixture(self.model(model))) if is_mixture else routed_rows()
+        write_rows(path, rows, [0.7] * len(rows))
+        return str(path)
+
     def _policy_rows(self) -> str:
         """A file of rows with a reference's logprobs, which the policy's objective reads."""
-        rows, path = routed_rows(2), self.folder / "policy.npz"
+        rows, path = routed_rows(), self.folder / "policy.npz"
         write_rows(path, [{**row, "ref/logprobs": row["rollout_logprobs"] * 0.9} for row in rows], [0.7] * len(rows))
         return str(path)
 
@@ -353,6 +398,10 @@ def test_every_layout_trains_what_fsdp_trains_on_one_rank(bench: Bench, case: Ca
                 ("moe", "sft", None, [FSDP, (2, {"tensor": 2, "expert": 2}), FSDP]),
                 ("moe", "sft", "attention", [FSDP, (2, {"tensor": 2, "expert": 2}), (2, {"pipeline": 2})]),
                 ("latent", "sft", None, [FSDP, (2, {"tensor": 2, "expert": 2}), FSDP]),
+                ("glm4_moe", "sft", None, [FSDP, (2, {"tensor": 2, "expert": 2}), (2, {"pipeline": 2})]),
+                ("deepseek_v3", "sft", None, [(2, {"pipeline": 2}), FSDP, (4, {"tensor": 2, "expert": 4})]),
+                ("deepseek_v3", "sft", "latent", [FSDP, (2, {"tensor": 2}), FSDP]),
+                ("qwen2_moe", "sft", None, [(2, {"tensor": 2}), (2, {"expert": 2}), FSDP]),
                 # uneven stages, even ones
                 ("deep_moe", "sft", None, [(3, {"pipeline": 3}), (4, {"pipeline": 2, "expert": 2}), FSDP]),
                 ("deep", "sft", None, [(2, {"pipeline": 2}), FSDP, (3, {"pipeline": 3})]),
@@ -481,16 +530,73 @@ def test_an_optimizer_that_lives_on_the_host_between_steps_trains_bit_for_bit_al
         assert torch.equal(found[1][name], weight), name
 
 
+@pytest.mark.parametrize(
+    ("num", "dtype"), [([2, 0, 3], torch.float32), ([0, 0, 0], torch.float32), ([1, 4, 0], torch.bfloat16)]
+)
+def test_experts_in_grouped_products_are_those_one_by_one(num: list[int], dtype: torch.dtype) -> None:
+    """Gradients too; those of experts that no token was sent to are zeros."""
+    config = TransformerConfig(
+        num_layers=1,
+        num_attention_heads=1,
+        hidden_size=16,
+        num_moe_experts=len(num),
+        moe_ffn_hidden_size=24,
+        add_bias_linear=False,
+        params_dtype=dtype,
+    )
+    with on_cpu():
+        experts = Experts(len(num), config)
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randn(sum(num), 16, generator=generator).to(dtype).requires_grad_()
+    probs = torch.rand(sum(num), generator=generator).requires_grad_()
+    for parameter in experts.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    inputs = [given, probs, *experts.parameters()]
+    found, _ = experts(given, torch.tensor(num), probs)
+    parts = zip(torch.split(given, num), torch.split(probs, num), experts.gate_up, experts.down, strict=True)
+    alone: list[torch.Tensor] = []
+    for tokens, weights, gate_up, down in parts:
+        gate, up = (tokens @ gate_up.T).chunk(2, -1)
+        alone.append((silu(gate) * up * weights[:, None]).to(dtype) @ down.T)
+    expected = torch.cat(alone)
+    torch.testing.assert_close(found, expected)
+    gradients = (torch.autograd.grad(each.float().square().sum(), inputs) for each in (found, expected))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.megatron
-@pytest.mark.parametrize("lora", [None, "lora"])
+@pytest.mark.parametrize(
+    ("model", "lora"), [("untied", None), ("untied", "lora"), ("moe", None), ("deepseek_v3", None)]
+)
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}, {}], ids=str)
-def test_bfloat16_stays_within_two_per_cent_of_fsdps(bench: Bench, parallel: dict[str, int], lora: str | None) -> None:
-    job = bench.job("untied", "sft", dtype="bfloat16", lora=bench.adapters("untied", lora))
+def test_bfloat16_stays_within_two_per_cent_of_fsdps(
+    bench: Bench, parallel: dict[str, int], model: str, lora: str | None
+) -> None:
+    job = bench.job(model, "sft", dtype="bfloat16", lora=bench.adapters(model, lora))
     theirs, _ = bench.ask(1, job)
     ours, weights = bench.ask(2, {**job, "backend": "megatron", "parallel": parallel})
     np.testing.assert_allclose(ours.grad_norms, theirs.grad_norms, rtol=2e-2)
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=2e-2)
-    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert {weight.dtype for name, weight in weights.items() if "bias" not in name} == {torch.bfloat16}
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_the_biases_that_choose_experts_stay_in_float32_bit_for_bit(bench: Bench, parallel: dict[str, int]) -> None:
+    """As they are read, beside weights in bfloat16, through steps, a checkpoint and an export."""
+    before = load_file(bench.model("glm4_moe") / "model.safetensors")
+    saved = str(bench.folder / f"biases-{parallel}")
+    job = bench.job("glm4_moe", "sft", backend="megatron", parallel=parallel, dtype="bfloat16")
+    _, weights = bench.ask(2, {**job, "save": saved})
+    _, further = bench.ask(2, {**job, "start": saved})
+    folder = exported(Path(saved))
+    names = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert len(names) == 2
+    for name in names:
+        for after in (weights, further, load_file(folder / "model.safetensors")):
+            assert torch.equal(after[name], before[name]), name
+    assert not torch.equal(before[names[0]], before[names[0]].bfloat16().float()), "bfloat16 holds them"
 
 
 @pytest.mark.megatron

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rolecall.commands.cli import main
-from rolecall.data.megatron_limits import MODEL_TYPES, check_megatron
-from rolecall.settings import LayoutSection, MegatronSection
+from rolecall.data.megatron_limits import MODEL_TYPES
+from rolecall.data.model_files import num_experts
 from tests.twins.launched import write_light_config
 
 DENSE: dict[str, Any] = {
@@ -37,6 +37,20 @@ LATENT = DENSE | {
     "first_k_dense_replace": 1,
     "rope_parameters": YARN,
 }
+BY_SIGMOID = LATENT | {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+SEED_OSS = DENSE | {"model_type": "seed_oss", "attention_bias": True, "attention_out_bias": False}
+QWEN2_MOE = MIXTURE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}
+MODELS = {
+    "dense": DENSE,
+    "yarn": DENSE | {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "seed_oss": SEED_OSS,
+    "mixture": MIXTURE,
+    "some_dense": MIXTURE | {"decoder_sparse_step": 2},
+    "qwen2_moe": QWEN2_MOE,
+    "latent": LATENT,
+    "deepseek_v3": BY_SIGMOID,
+    "glm4_moe": MIXTURE | {"model_type": "glm4_moe", "attention_bias": True},
+}
 
 
 @pytest.fixture
@@ -58,12 +72,12 @@ def test_there_is_a_map_for_every_type_that_is_let_pass() -> None:
 
 
 @pytest.mark.parametrize("expert", [1, 2, 4])
-@pytest.mark.parametrize("model", [DENSE, MIXTURE, LATENT], ids=["dense", "mixture", "latent"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_a_layout_that_fits_passes(
     config: Path, model: dict[str, Any], expert: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout = ["--actor.num_ranks=8", "--actor.parallel.tensor=2", "--actor.parallel.pipeline=2"]
-    if model is not DENSE:
+    if num_experts(model):
         layout.append(f"--actor.parallel.expert={expert}")
     assert main([*described(config, model), *layout]) == 0, capsys.readouterr().out
 
@@ -83,21 +97,19 @@ def test_the_stages_of_a_pipeline_are_told(config: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        (
-            {"model_type": "deepseek_v3"},
-            "no map for a model of type deepseek_v3, only for llama, qwen2, qwen3, ",
-        ),
-        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, "attention in sliding windows"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "attention in sliding windows"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary positions of type yarn"),
+        ({"model_type": "gemma3"}, "no map for a model of type gemma3, only for llama, mistral, qwen2, "),
         ({"rope_parameters": {"rope_type": "proportional"}}, "rotary positions of type proportional"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "partial_rotary_factor": 0.5}, "a part of queries and keys"),
         ({"hidden_act": "gelu"}, "activation gelu"),
         ({"attention_bias": True}, "attention_bias"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
-        (MIXTURE | {"mlp_only_layers": [0]}, "only some have experts"),
-        (MIXTURE | {"decoder_sparse_step": 2}, "only some have experts"),
         (LATENT | {"topk_method": "group_limited_greedy"}, "experts that are chosen by group_limited_greedy"),
-        (LATENT | {"rope_parameters": YARN | {"mscale": 1.0}}, "rotary positions of type yarn"),
+        (LATENT | {"rope_parameters": YARN | {"mscale": 1.0}}, "a part of queries and keys longer"),
+        (BY_SIGMOID | {"topk_group": 1}, "groups of experts of which 1 are chosen for 4 experts (topk_group)"),
+        (BY_SIGMOID | {"norm_topk_prob": False}, "do not add up to 1 (norm_topk_prob)"),
+        (BY_SIGMOID | {"num_experts_per_tok": 1, "n_group": 1}, "one expert for a token"),
+        (BY_SIGMOID | {"rope_interleave": False}, "rotary positions in halves (rope_interleave)"),
+        (SEED_OSS | {"attention_out_bias": True}, "biases on its output projections"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -134,6 +146,16 @@ def test_a_model_that_is_not_computed_is_told(
             LATENT | {"q_lora_rank": 25},
             {"num_ranks": 2, "parallel.tensor": 2, "parallel.expert": 2},
             "parallel.tensor 2 does not divide the model's q_lora_rank 25",
+        ),
+        (
+            QWEN2_MOE | {"shared_expert_intermediate_size": 49},
+            {"num_ranks": 2, "parallel.tensor": 2},
+            "parallel.tensor 2 does not divide the model's width of shared experts 49",
+        ),
+        (
+            QWEN2_MOE | {"intermediate_size": 97},
+            {"num_ranks": 2, "parallel.tensor": 2},
+            "parallel.tensor 2 does not divide the model's intermediate_size 97",
         ),
         (DENSE, {"num_ranks": 2, "parallel.expert": 2}, "parallel.expert 2 does not divide the model's 0 experts"),
         (MIXTURE, {"num_ranks": 3, "parallel.expert": 3}, "parallel.expert 3 does not divide the model's 4 experts"),
@@ -214,10 +236,3 @@ def test_the_other_trainers_models_are_looked_at_too(
     assert f"{role}.path {other}: actor.backend megatron has no map for a model of type gemma3" in (
         capsys.readouterr().out
     )
-
-
-def test_the_rule_of_windows_is_the_qwens_own(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps(DENSE | {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0})
-    )
-    check_megatron(tmp_path, LayoutSection(), MegatronSection(), 1)

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_DENSE = ("llama", "qwen2", "qwen3")
-_MIXTURES = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+_DENSE = ("llama", "mistral", "qwen2", "seed_oss", "qwen3")
+_ROUTED_IN_FLOAT32 = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+"""Values of model_type of mixtures whose routers read float32."""
+_MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", *_ROUTED_IN_FLOAT32)
 _NORMED_HEADS = ("qwen3", "qwen3_moe")
 """Values of model_type whose queries and keys have norms of their own."""
 
@@ -72,7 +74,8 @@ def _attention(text: dict[str, Any], size: int) -> float:
         ranks = (text.get("q_lora_rank") or 0) + text["kv_lora_rank"]
         return float(4 * heads * head_dim * size + (4 + 2 * size) * ranks)
     keys = text.get("num_key_value_heads") or heads
-    normed = (4 + size) * (heads + keys) * head_dim if text["model_type"] in _NORMED_HEADS else 0
+    has_norms = text["model_type"] in _NORMED_HEADS or text.get("use_qk_norm")
+    normed = (4 + size) * (heads + keys) * head_dim if has_norms else 0
     return float(2 * (heads + keys) * head_dim * size + 4 * heads + normed)
 
 
@@ -86,7 +89,10 @@ def _feed_forward(text: dict[str, Any], size: int) -> float:
     """Bytes of the gate's input, its activation, what it multiplies, and the product; of an expert, its rows too."""
     if text["model_type"] in _DENSE:
         return float(4 * text["intermediate_size"] * size)
-    hidden, width, chosen = text["hidden_size"], text["moe_intermediate_size"], text["num_experts_per_tok"]
-    shared = text.get("n_shared_experts") or 0
-    router = 0 if text["model_type"] in _NORMED_HEADS else 4 * hidden  # DeepSeek's reads float32
-    return float((chosen * (4 * width + 2 * hidden) + shared * 4 * width) * size + router)
+    hidden, chosen = text["hidden_size"], text["num_experts_per_tok"]
+    width = text.get("moe_intermediate_size") or text["intermediate_size"]
+    shared = 4 * (text.get("n_shared_experts") or 0) * width
+    if gated := text.get("shared_expert_intermediate_size"):
+        shared = 4 * gated + hidden
+    router = 4 * hidden if text["model_type"] in _ROUTED_IN_FLOAT32 else 0
+    return float((chosen * (4 * width + 2 * hidden) + shared) * size + router)

@@ -8,7 +8,10 @@ from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
 from rolecall.data.megatron.stages import split_layers
-from rolecall.training.model.packed_model import PackedModel
+from rolecall.data.megatron_limits import BY_SIGMOID, shared_experts_width
+from rolecall.data.model_files import num_experts
+from rolecall.training.model.lora import checkpoint_name
+from rolecall.training.model.packed_model import PackedModel, layers
 from rolecall.training.options import DTYPES, EngineOptions
 
 
@@ -23,22 +26,26 @@ def transformer_config(model: PackedModel, options: EngineOptions) -> Transforme
             if section.recompute == "layers"
             else {"recompute_granularity": "selective"}
         )
-    is_latent = hf.model_type == "deepseek_v2"
+    blocks = [{checkpoint_name(name) for name, _ in layer.named_parameters()} for layer in layers(model)]
+    is_latent = bool(getattr(hf, "kv_lora_rank", None))
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     return (MLATransformerConfig if is_latent else TransformerConfig)(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         ffn_hidden_size=hf.intermediate_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
-        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        kv_channels=head_dim,
+        # yarn makes queries and keys longer, by the same factor each
+        softmax_scale=None if is_latent else rotary(model).attention_scaling ** 2 / head_dim**0.5,
         **(_latent(hf) if is_latent else {}),
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=silu,
         add_bias_linear=False,
-        add_qkv_bias=hf.model_type == "qwen2",
-        qk_layernorm=hf.model_type.startswith("qwen3"),
+        add_qkv_bias="self_attn.q_proj.bias" in blocks[0],
+        qk_layernorm="self_attn.q_norm.weight" in blocks[0],
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bias_activation_fusion=False,
@@ -66,8 +73,20 @@ def transformer_config(model: PackedModel, options: EngineOptions) -> Transforme
         calculate_per_token_loss=True,
         moe_token_dispatcher_type="alltoall",  # the one that takes microbatches of any length
         **recompute,
-        **_mixture(hf),
+        **_mixture(hf, [int("mlp.gate.weight" in block) for block in blocks]),
     )
+
+
+def windows(hf: PretrainedConfig) -> list[int | None]:
+    """Returns how many tokens each layer attends to, the one itself included; None: all before it."""
+    window: int | None = getattr(hf, "sliding_window", None)
+    kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def rotary(model: PackedModel) -> Any:
+    """Returns a module of transformers' that knows the model's rotary positions; not on the meta device."""
+    return type(model.hf.base_model.rotary_emb)(model.hf.config)
 
 
 def _stages(options: EngineOptions) -> list[list[str]]:
@@ -79,31 +98,36 @@ def _stages(options: EngineOptions) -> list[list[str]]:
     return stages
 
 
-def _mixture(hf: PretrainedConfig) -> dict[str, Any]:
-    if not num_experts(hf):
+def _mixture(hf: PretrainedConfig, layers_with_experts: list[int]) -> dict[str, Any]:
+    if not any(layers_with_experts):
         return {}
     return {
-        "num_moe_experts": num_experts(hf),
+        "num_moe_experts": num_experts(hf.to_dict()),
+        "moe_layer_freq": layers_with_experts,
         "moe_router_topk": hf.num_experts_per_tok,
-        "moe_ffn_hidden_size": hf.moe_intermediate_size,
-        # DeepSeek-V2 leaves the probabilities as they are, whatever its config.json says
-        "moe_router_pre_softmax": hf.model_type == "deepseek_v2" or not hf.norm_topk_prob,
+        "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", hf.intermediate_size),
+        **_routing(hf),
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": False,
         "expert_tensor_parallel_size": 1,
-        **_shared_experts(hf),
+        "moe_shared_expert_intermediate_size": shared_experts_width(hf.to_dict()) or None,
+        "moe_shared_expert_gate": hf.model_type == "qwen2_moe",
     }
 
 
-def _shared_experts(hf: PretrainedConfig) -> dict[str, Any]:
-    if hf.model_type != "deepseek_v2":
-        return {}
-    num_dense = hf.first_k_dense_replace
+def _routing(hf: PretrainedConfig) -> dict[str, Any]:
+    """Megatron's settings of how a token's experts are chosen and weighed."""
+    factor = getattr(hf, "routed_scaling_factor", None)
+    if hf.model_type not in BY_SIGMOID:
+        # DeepSeek-V2 leaves the probabilities as they are, whatever its config.json says
+        is_normalized = hf.model_type != "deepseek_v2" and getattr(hf, "norm_topk_prob", True)
+        return {"moe_router_pre_softmax": not is_normalized, "moe_router_topk_scaling_factor": factor}
+    in_groups = {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
     return {
-        "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts,
-        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
-        "moe_layer_freq": [int(layer >= num_dense) for layer in range(hf.num_hidden_layers)],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk_scaling_factor": factor,
+        **(in_groups if hf.n_group > 1 else {}),
     }
 
 
@@ -127,9 +151,3 @@ def has_experts(config: TransformerConfig, layer: int) -> bool:
     if isinstance(config.moe_layer_freq, list):
         return bool(config.moe_layer_freq[layer])
     return config.num_moe_experts is not None
-
-
-def num_experts(config: PretrainedConfig) -> int:
-    """The experts of a layer; 0 in a dense model."""
-    found: int | None = getattr(config, "num_experts", None)
-    return found or 0

@@ -44,7 +44,7 @@ from rolecall.training.megatron.weights import Weights
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.model.lora import checkpoint_name, prepare_adapters, weights_to_publish
-from rolecall.training.model.packed_model import VALUE_HEAD, ValueModel, build_model
+from rolecall.training.model.packed_model import VALUE_HEAD, ValueModel, build_model, state_buffers
 from rolecall.training.model.parameters import ParameterFiles
 from rolecall.training.objective.routing import freeze_routers
 from rolecall.training.options import DTYPES, EngineOptions
@@ -101,22 +101,25 @@ class MegatronEngine:
             freeze_routers(self._model.hf)
         if not trained:
             self._model.requires_grad_(False)
-        parameters = {checkpoint_name(name): parameter for name, parameter in self._model.hf.named_parameters()}
-        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        moving = [name for name, each in parameters.items() if each.requires_grad]
-        kept = moving if options.lora is not None else list(parameters)  # what is frozen is part of an exported model
+        tensors = {checkpoint_name(name): parameter for name, parameter in self._model.hf.named_parameters()}
+        moving = [name for name, each in tensors.items() if each.requires_grad]
+        self._state_names = state_buffers(self._model.hf).keys()
+        """Names of what is read and published like parameters, in float32 always, and never trained."""
+        tensors |= state_buffers(self._model.hf)
+        self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        kept = moving if options.lora is not None else list(tensors)  # what is frozen is part of an exported model
         self._kept = {"param": kept, **dict.fromkeys(MOMENTS, moving)}
         """Names of the parameters that checkpoints keep each kind of."""
         self.flops = count_flops(self._model)
         """The FLOPs of passes over the whole model, all ranks together."""
         with self._on_device(), self._memory.phase("load"):
             self.layout = MegatronLayout(options.parallel, device, virtual_stages=options.megatron.virtual_stages)
-            self._last_stage = LastStage(self.layout, options)
             seed_rank(options.seed, self.layout.data_rank)
             self._pipeline = Pipeline(
                 self._model, options, self.layout, self._memory, self._progress, self.flops.head_size
             )
             self._stages = self._pipeline.stages
+            self._last_stage = LastStage(self.layout, options, len(self._pipeline.layers_with_experts))
             if options.freeze_routers:
                 for module in (each for stage in self._stages for each in stage.modules()):
                     if isinstance(module, Router):
@@ -227,7 +230,8 @@ class MegatronEngine:
 
         def gather(name: str, dtype: torch.dtype) -> torch.Tensor:
             self._progressed()
-            return self._weights.gather(name, lambda parameter: parameter.detach(), dtype)
+            kind = torch.float32 if name in self._state_names else dtype
+            return self._weights.gather(name, lambda tensor: tensor.detach(), kind)
 
         yield from weights_to_publish(
             self._shapes, gather, self._conversion, self.dtype, options.lora, merges=options.merges_adapters
@@ -251,7 +255,7 @@ class MegatronEngine:
     def load(self, storage: Storage, index: checkpoint.Index) -> None:
         """EngineState.load."""
         self.onload()
-        copies: dict[str, dict[nn.Parameter, torch.Tensor]] = {}
+        copies: dict[str, dict[torch.Tensor, torch.Tensor]] = {}
 
         def prepare(num_updates: int) -> None:
             assert self._optimizer is not None
@@ -311,7 +315,7 @@ class MegatronEngine:
             total = flops.total(microbatch.lengths, microbatch.num_scored, num_saved)
             self.flops_done += total / self.layout.slot_size
 
-    def _state(self, copies: Mapping[str, Mapping[nn.Parameter, torch.Tensor]]) -> checkpoint.State:
+    def _state(self, copies: Mapping[str, Mapping[torch.Tensor, torch.Tensor]]) -> checkpoint.State:
         """The state whose tensors are `copies`, by kind."""
 
         lora = self._options.lora
@@ -337,17 +341,17 @@ class MegatronEngine:
     def _kinds(self) -> tuple[str, ...]:
         return ("param", *(MOMENTS if self.num_updates else ()))
 
-    def _whole(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+    def _whole(self, parameter: torch.Tensor, kind: str) -> torch.Tensor:
         assert self._optimizer is not None
         self._progressed()
         if not parameter.requires_grad:
             return parameter.detach().to("cpu", torch.float32)
         return self._optimizer.whole(parameter, kind).to("cpu")
 
-    def _keeping(self, kind: str) -> list[nn.Parameter]:
-        """This rank's parameters that checkpoints keep `kind` of."""
+    def _keeping(self, kind: str) -> Sequence[torch.Tensor]:
+        """This rank's parameters that checkpoints keep `kind` of, and of their values buffers' too."""
         if kind == "param" and self._options.lora is None:
-            return [each for stage in self._stages for each in stage.parameters()]
+            return [each for stage in self._stages for each in (*stage.parameters(), *state_buffers(stage).values())]
         return self._trained()
 
     def _trained(self) -> list[nn.Parameter]:
@@ -387,6 +391,6 @@ class MegatronEngine:
         return on_cpu()
 
 
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     gradient: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
     return gradient

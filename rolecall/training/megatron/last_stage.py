@@ -25,8 +25,9 @@ class LastStage:
     it gets.
     """
 
-    def __init__(self, layout: MegatronLayout, options: EngineOptions) -> None:
-        self._layout, self._options = layout, options
+    def __init__(self, layout: MegatronLayout, options: EngineOptions, num_routers: int) -> None:
+        """`num_routers`: layers of the whole model that have one."""
+        self._layout, self._options, self._num_routers = layout, options, num_routers
         self._mixture = read_mixture(options.path) if options.routers or options.router_replay else None
         self._is_alone = dist.get_world_size(layout.stages) == 1
 
@@ -72,7 +73,7 @@ class LastStage:
     ) -> TokenOutputs:
         num_tokens, device = microbatch.token_ids_N.shape[0], self._layout.device
         if self._options.routers:
-            shapes = (mixture.num_experts,), (), (mixture.num_layers, mixture.num_experts), ()
+            shapes = (mixture.num_experts,), (), (self._num_routers, mixture.num_experts), ()
             outputs = replace(outputs, routing=Routing(*(torch.empty(shape, device=device) for shape in shapes)))
         if base:
             return outputs

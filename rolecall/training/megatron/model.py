@@ -8,6 +8,7 @@ where tensor ranks cut tokens into equal parts, ends before attention begins.
 Shapes: n tokens of this rank's run, padding included; H hidden size; D head size; V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +33,8 @@ from transformers import PretrainedConfig
 
 from rolecall.columns import TOPK_IDS
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
-from rolecall.training.megatron.config import has_experts
+from rolecall.training.megatron.config import has_experts, rotary, windows
+from rolecall.training.megatron.experts import Experts
 from rolecall.training.megatron.latent import LatentAttention, LatentNorm
 from rolecall.training.megatron.norm import RmsNorm
 from rolecall.training.megatron.routers import Router, RoutersPass, apart, behind, follow_passes
@@ -76,9 +78,15 @@ def stage_pass(mb: Microbatch, packed: PackedPlan, multiple: int, routers: Route
 class CoreAttention(nn.Module):
     """Attention of a layer, without parameters."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        sliding_window: int | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
-        self._scale = softmax_scale
+        self._scale, self._window = softmax_scale, sliding_window
 
     def forward(
         self,
@@ -95,7 +103,10 @@ class CoreAttention(nn.Module):
         heads = (x[:num_tokens, 0].transpose(0, 1)[None] for x in (query_n1HD, key_n1KD, value_n1KD))
         query, key, value = heads
         out, _none = packed_attention(
-            self, query, key, value, None, packed=packed_seq_params.packed, scaling=self._scale
+            *(self, query, key, value, None),
+            packed=packed_seq_params.packed,
+            scaling=self._scale,
+            sliding_window=self._window,
         )
         return pad(out[0].flatten(1), (0, 0, 0, query_n1HD.shape[0] - num_tokens))[:, None]
 
@@ -129,7 +140,7 @@ class Stage(LanguageModule):  # type: ignore[misc]  # of no known type
                 config, vocab_size=hf.vocab_size, max_sequence_length=0, position_embedding_type="rope"
             )
         self.decoder = TransformerBlock(
-            config, _layers(config, chunk), pre_process=first, post_process=last, vp_stage=chunk
+            config, _layers(config, chunk, windows(hf)), pre_process=first, post_process=last, vp_stage=chunk
         )
         self.value_head: nn.Linear | None = None
         if last and head == "value":
@@ -145,8 +156,7 @@ class Stage(LanguageModule):  # type: ignore[misc]  # of no known type
             )
         if head == "policy":
             self.setup_embeddings_and_output_layer()
-        rotary = type(model.hf.base_model.rotary_emb)(hf)
-        self.register_buffer("inverse_frequencies", rotary.inv_freq, persistent=False)
+        self.register_buffer("inverse_frequencies", rotary(model).inv_freq, persistent=False)
         self._received: torch.Tensor | None = None
         if config.num_moe_experts:
             follow_passes(self.decoder.layers)
@@ -241,17 +251,16 @@ class Stage(LanguageModule):  # type: ignore[misc]  # of no known type
         return TokenOutputs(first_N, second_N, target_logprobs_Nk=more[0] if more else None)
 
 
-def _layers(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+def _layers(config: TransformerConfig, chunk: int | None, windows: Sequence[int | None]) -> TransformerBlockSubmodules:
     """Megatron's own layers, without Transformer Engine, with our norm and attention."""
     rank = parallel_state.get_pipeline_model_parallel_rank()
     first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=rank)
     count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=rank)
-    kinds = {with_experts: _layer(config, with_experts) for with_experts in (False, True)}
-    specs = [kinds[has_experts(config, layer)] for layer in range(first, first + count)]
+    specs = [_layer(config, has_experts(config, layer), windows[layer]) for layer in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RmsNorm)
 
 
-def _layer(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
+def _layer(config: TransformerConfig, with_experts: bool, window: int | None) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if with_experts else None,
         qk_layernorm=config.qk_layernorm,
@@ -261,9 +270,9 @@ def _layer(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
     if with_experts and config.num_moe_experts:
-        layer.mlp.submodules.router = Router
+        layer.mlp.submodules.router, layer.mlp.submodules.experts = Router, Experts
     attention = layer.self_attention.submodules
-    attention.core_attention = CoreAttention
+    attention.core_attention = ModuleSpec(module=CoreAttention, params={"sliding_window": window})
     if config.multi_latent_attention:
         layer.self_attention.module = LatentAttention
         attention.q_layernorm = attention.kv_layernorm = LatentNorm

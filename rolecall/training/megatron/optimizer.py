@@ -14,7 +14,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from torch import nn
 
 from rolecall.settings import OptimizerSection
 
@@ -98,7 +97,7 @@ class Optimizer:
                     found[f"{kind}/{index}"] = tensor
         return found
 
-    def whole(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+    def whole(self, parameter: torch.Tensor, kind: str) -> torch.Tensor:
         """float32, of the parameter's shape: a moment, or with kind "param" the parameter itself. A collective of the
         ranks that hold it.
         """
@@ -112,22 +111,22 @@ class Optimizer:
         dist.all_reduce(flat, group=group)
         return flat.view(parameter.shape)
 
-    def put(self, parameter: nn.Parameter, kind: str, values: torch.Tensor) -> None:
+    def put(self, parameter: torch.Tensor, kind: str, values: torch.Tensor) -> None:
         """Overwrites this rank's part by that of `values`, which are as of `whole`. Not a collective."""
         if parameter in self._shards:
             with torch.no_grad():
                 self._shard(parameter, kind).view(-1).copy_(values.view(-1)[self._slice(parameter)])
 
-    def _slice(self, parameter: nn.Parameter) -> slice:
+    def _slice(self, parameter: torch.Tensor) -> slice:
         _, bounds = self._shards[parameter]
         return slice(bounds.start, bounds.end)
 
-    def _main(self, parameter: nn.Parameter) -> Any:
+    def _main(self, parameter: torch.Tensor) -> Any:
         part, _ = self._shards[parameter]
         group, index = part.model_param_group_index_map[parameter]
         return part.optimizer.param_groups[group]["params"][index]
 
-    def _shard(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+    def _shard(self, parameter: torch.Tensor, kind: str) -> torch.Tensor:
         main = self._main(parameter)
         tensor: torch.Tensor = main if kind == "param" else self._shards[parameter][0].optimizer.state[main][kind]
         return tensor

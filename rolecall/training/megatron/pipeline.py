@@ -59,6 +59,10 @@ class Pipeline:
         self._head_size = head_size
         self._mixture = read_mixture(options.path) if options.routers or options.router_replay else None
         self._config = transformer_config(model, options)
+        self.layers_with_experts = [
+            layer for layer in range(self._config.num_layers) if has_experts(self._config, layer)
+        ]
+        """Indices of the layers of the whole model that have experts, counted from its first."""
         self.stages = self._build(model)
         self._wrapped: list[nn.Module] = list(self.stages)
         self._cut: SequenceShare | None = None
@@ -145,8 +149,8 @@ class Pipeline:
         routers = None
         sums, replay = self._options.routers, self._options.router_replay and not base
         if self._mixture is not None and (sums or replay):
-            num = sum(has_experts(self._config, layer) for layer in range(self._config.num_layers))
-            routers = RoutersPass(mb, packed, self._cut, self._mixture, num_routers=num, sums=sums, replay=replay)
+            layers = self.layers_with_experts
+            routers = RoutersPass(mb, packed, self._cut, self._mixture, layers=layers, sums=sums, replay=replay)
         return stage_pass(mb, packed, self._options.parallel.tensor if self._cut else 1, routers)
 
 

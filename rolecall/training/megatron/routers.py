@@ -11,11 +11,13 @@ Shapes: n tokens that this rank computes, padding included, of those that tensor
 layers; E experts, k of them chosen; M numbers of a pass.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
@@ -41,16 +43,16 @@ class RoutersPass:
         cut: SequenceShare | None,
         mixture: Mixture,
         *,
-        num_routers: int,
+        layers: Sequence[int],
         sums: bool,
         replay: bool,
     ) -> None:
-        """`cut`: the tensor ranks that this rank's tokens are cut over; `num_routers`: of the whole model; `sums`:
-        whether a loss wants any; `replay`: whether the microbatch's column of routing is replayed, or without one the
-        routing told.
+        """`cut`: the tensor ranks that this rank's tokens are cut over; `layers`: those of the whole model that have a
+        router; `sums`: whether a loss wants any; `replay`: whether the microbatch's column of routing is replayed, or
+        without one the routing told.
         """
         self._microbatch, self._packed, self._cut, self._mixture = microbatch, packed, cut, mixture
-        self._num_routers = num_routers
+        self._layers = layers
         weights = tokens_behind(microbatch, packed)
         self._num_tokens = weights.shape[0]
         self._weights_n = weights if cut is None else cut.own(weights)
@@ -120,7 +122,7 @@ class RoutersPass:
         """
         parts = self._parts(numbers_M)
         if self.sums_wanted:
-            counts, choices = parts["counts"].detach(), parts["choices"].detach()
+            counts, choices = parts["counts"][self._layers].detach(), parts["choices"].detach()
             routing = Routing(parts["probs"], parts["squares"], counts, choices)
             for share in (self._cut, self._packed.sequence):
                 routing = routing if share is None else routing.each(share.whole)
@@ -130,7 +132,7 @@ class RoutersPass:
             return outputs
         told_n = told.detach() if self._cut is None else self._cut.joined(told.detach(), self._num_tokens)
         if "differing" in parts:
-            return with_rerouted(outputs, told_n / self._num_routers, self._microbatch, self._packed)
+            return with_rerouted(outputs, told_n / len(self._layers), self._microbatch, self._packed)
         return with_record(outputs, encode_routing(told_n, self._mixture), self._microbatch, self._packed)
 
     def _begin(self) -> Routes:
@@ -160,10 +162,20 @@ class RoutersPass:
 
 
 class Router(TopKRouter):  # type: ignore[misc]  # of no known type
-    """Megatron's router, which tells a pass what it says and chooses as the pass does."""
+    """Megatron's router, which tells a pass what it says and chooses as the pass does.
+
+    Where it chooses by sigmoid, each expert's has a bias, `expert_bias` float32 [E]. Megatron would move it after each
+    step for the sake of balance; here it stays as it was read, in every back end.
+    """
 
     given: RoutersPass | None = None
     """The pass that its layer is in; None: nobody asks."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.moe_router_score_function == "sigmoid":
+            del self.expert_bias
+            self.register_buffer("expert_bias", torch.empty(config.num_moe_experts, dtype=torch.float32))
 
     def routing(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Chooses experts by `logits` [n, 1, E]."""

@@ -1,5 +1,5 @@
-"""The parameters of a rank under transformers' names: read from a model directory, gathered for publishing, named for
-checkpoints. All of it follows from the family's map (families.py).
+"""The parameters of a rank under transformers' names, and the buffers that model directories hold: read from there,
+gathered for publishing, named for checkpoints. All of it follows from the family's map (families.py).
 """
 
 import json
@@ -9,18 +9,18 @@ from itertools import groupby, pairwise
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from rolecall.training.megatron.families import Family, Piece
 from rolecall.training.megatron.layout import MegatronLayout
 from rolecall.training.megatron.model import Stage
 from rolecall.training.model.box import Box
+from rolecall.training.model.packed_model import state_buffers
 from rolecall.training.model.parameters import ParameterFiles
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.state.checkpoint import Part
 
-Values = Callable[[nn.Parameter], torch.Tensor]
-"""A tensor of a parameter's shape: itself, or one that the optimizer keeps for it."""
+Values = Callable[[torch.Tensor], torch.Tensor]
+"""A tensor of a parameter's or a buffer's shape: itself, or one that the optimizer keeps for it."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Held:
     """The part of one of transformers' parameters that a rank holds."""
 
     box: Box
-    pieces: tuple[tuple[nn.Parameter, Piece], ...]
+    pieces: tuple[tuple[torch.Tensor, Piece], ...]
     """Megatron's parameters that it lies in, in the box's order."""
 
     def views(self, values: Values) -> tuple[torch.Tensor, ...]:
@@ -50,17 +50,18 @@ class Weights:
         layout: MegatronLayout,
         group: CommandGroup,
     ) -> None:
-        """`shapes` of the whole model's parameters, by name. Marks parameters for Megatron: by `tensor_model_parallel`
-        it knows whose gradient counts on every rank, by `allreduce` over which ranks it is summed.
+        """`shapes` of the whole model's parameters and buffers, by name. Marks parameters for Megatron: by
+        `tensor_model_parallel` it knows whose gradient counts on every rank, by `allreduce` over which ranks it is
+        summed.
         """
         self._layout, self._shapes = layout, shapes
-        found: list[tuple[nn.Parameter, Piece]] = []
+        found: list[tuple[torch.Tensor, Piece]] = []
         for stage in stages:
-            for own, parameter in stage.named_parameters():
+            for own, tensor in (*stage.named_parameters(), *state_buffers(stage).items()):
                 is_expert = family.is_expert(own)
-                parameter.tensor_model_parallel = is_expert or family.is_cut(own)
-                parameter.allreduce = not is_expert
-                found += [(parameter, piece) for piece in family.pieces(own, stage.first_layer, layout.place)]
+                tensor.tensor_model_parallel = is_expert or family.is_cut(own)
+                tensor.allreduce = not is_expert
+                found += [(tensor, piece) for piece in family.pieces(own, stage.first_layer, layout.place)]
         found.sort(key=lambda each: (each[1].name, each[1].box.start))
         self._held = {name: _joined(list(pieces)) for name, pieces in groupby(found, lambda each: each[1].name)}
         self._sources = self._exchange(group)
@@ -115,7 +116,7 @@ class Weights:
         return {name: [(rank, box) for box, rank in boxes.items()] for name, boxes in first.items()}
 
 
-def _joined(pieces: list[tuple[nn.Parameter, Piece]]) -> Held:
+def _joined(pieces: list[tuple[torch.Tensor, Piece]]) -> Held:
     boxes = [piece.box for _, piece in pieces]
     joined = Box(boxes[0].start, (sum(box.shape[0] for box in boxes), *boxes[0].shape[1:]))
     assert all(after.start[0] == before.start[0] + before.shape[0] for before, after in pairwise(boxes))

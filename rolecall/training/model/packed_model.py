@@ -358,12 +358,16 @@ def fill_buffers(model: PackedModel) -> None:
             model.hf._init_weights(module)
 
 
-def state_buffers(hf: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The buffers of `hf` that model directories hold, by name, as the biases that balance experts: read, published and
-    exported like parameters, and never trained.
+def state_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of `model` that model directories hold, by name, as the biases that balance experts: read, published
+    and exported like parameters, and never trained.
     """
-    derived = {f"{path}.{name}" for path, module in hf.named_modules() for name in module._non_persistent_buffers_set}
-    return {name: buffer for name, buffer in hf.named_buffers() if name not in derived}
+    derived = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name not in derived}
 
 
 def _replace_head(hf: PreTrainedModel, config: PretrainedConfig) -> str:

@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rolecall.errors import RoleCallError, ScorerError, UnavailableError
@@ -227,14 +227,19 @@ class Evaluation:
     async def _score(self, responses: Sequence[Response], patience: Patience) -> dict[str, Score]:
         """The scores by item. A scorer that is away is asked again, as for a group that is trained on, with all of a
         prompt's responses; in halves, so that those of one prompt that are never scored stand alone at last. They are
-        given up when they failed TRIES times since others were scored.
+        given up when they failed TRIES times since others were scored. After a call that was late the others are in
+        halves, too: a slow scorer would be late for each.
         """
         items = await asyncio.to_thread(items_of, responses)  # of a large set it takes half a minute
         shown = {response.answer.meta.id: response for response in responses} if self._settings.shows_images else {}
         scored: dict[str, Score] = {}
-        left = deque(_Unscored(chunk) for chunk in chunked(items, SCORE_CHUNK))
+        left, most = deque(_Unscored(chunk) for chunk in chunked(items, SCORE_CHUNK)), SCORE_CHUNK
         while left:
             asked, num_before = left.popleft(), len(scored)
+            if len(parts := chunked(asked.items, most)) > 1:
+                left.extendleft(replace(asked, items=part) for part in reversed(parts))
+                continue
+            began = time.monotonic()
             away = await self._score_chunk(asked.items, shown, scored)
             if not away:
                 continue
@@ -246,6 +251,8 @@ class Evaluation:
                 continue
             logger.debug("%d held-out responses cannot be scored at present, trying again", len(away))
             half = (len(groups) + 1) // 2
+            if len(scored) == num_before and time.monotonic() - began >= self._settings.reward.timeout_s:
+                most = len(asked.items) // 2
             for part in filter(None, (groups[:half], groups[half:])):
                 left.append(_Unscored([away[place] for group in part for place in group], num_failed, num_scored))
             await patience.wait(PAUSE_S)

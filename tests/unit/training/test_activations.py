@@ -8,11 +8,18 @@ import pytest
 import torch
 from transformers import (
     DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 
 from rolecall.settings.sizes.activations import activations
@@ -40,12 +47,21 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 0,
     "num_key_value_heads": 4,
 }
+BY_SIGMOID: dict[str, Any] = {"n_group": 1, "topk_group": 1}
+GLM: dict[str, Any] = {"n_routed_experts": 4, "use_qk_norm": True, "first_k_dense_replace": 0, "head_dim": 32}
 MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, SHAPE),
     "qwen2": (Qwen2Config, SHAPE),
     "qwen3": (Qwen3Config, SHAPE | {"head_dim": 32}),
     "qwen3_moe": (Qwen3MoeConfig, SHAPE | EXPERTS | {"head_dim": 32, "num_experts": 4}),
     "deepseek_v2": (DeepseekV2Config, SHAPE | EXPERTS | LATENT),
+    "deepseek_v3": (DeepseekV3Config, SHAPE | EXPERTS | LATENT | BY_SIGMOID),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, SHAPE | EXPERTS | LATENT | BY_SIGMOID | {"mlp_layer_types": ["sparse"] * 3}),
+    "glm4_moe": (Glm4MoeConfig, SHAPE | EXPERTS | GLM | BY_SIGMOID),
+    "mistral": (MistralConfig, SHAPE),
+    "seed_oss": (SeedOssConfig, SHAPE | {"head_dim": 32}),
+    "mixtral": (MixtralConfig, SHAPE | {"num_local_experts": 4, "intermediate_size": 48}),
+    "qwen2_moe": (Qwen2MoeConfig, SHAPE | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 96}),
 }
 SEEN = {
     "0.6B": (
