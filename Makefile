@@ -69,7 +69,7 @@ test-cluster: setup ## Run what `rolecall manifests` writes on the Kubernetes cl
 	@kubectl --context "$(CONTEXT)" get crd jobsets.jobset.x-k8s.io >/dev/null # in a second: whether it is there and has JobSet
 	@CONTEXT="$(CONTEXT)" $(BIN)/python -m pytest -s -m cluster tests/deploy
 
-gpu-acceptance: setup ## What one GPU must show, PART=1 to 7 of nine minutes each (DRY=1 on CPUs); the table goes to ACCEPTANCE=build/gpu-acceptance
+gpu-acceptance: setup ## What one GPU must show, PART=1 to 8 of nine minutes each (DRY=1 on CPUs); the table goes to ACCEPTANCE=build/gpu-acceptance
 	@$(BIN)/python -m tools.gpu_acceptance --part $(PART) --out $(ACCEPTANCE) $(if $(DRY),--dry)
 
 gpu-wheels: setup ## What a plain machine with a GPU and torch needs beside this tree for it, in build/gpu-wheels

@@ -34,9 +34,6 @@ from tests.fixtures_store import StoreUnderTest
 from tests.twins.rollout import RolloutTwin
 from tests.twins.run import ServedActor, served
 
-NUM_THREADS = 32
-"""Store calls under way in a process of rollouts, as in a rollout's own."""
-
 
 class WaitingEngine(ScriptedEngine):
     """Samples the same tokens again and again, each response after a wait drawn from its seed."""

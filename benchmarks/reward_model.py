@@ -22,6 +22,7 @@ from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3F
 
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.settings import RewardModelSettings
+from rolecall.training.serving.hooks import ProcessHooks
 from rolecall.v1 import reward_pb2, trajectory_pb2
 from services.reward_model import config
 from services.reward_model.batcher import TokenBatcher
@@ -126,7 +127,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
             "token_budget": arguments.token_budget,
         }
     )
-    ranks = build(settings, folder)
+    ranks = build(settings, folder, ProcessHooks())
     device = ranks.context.device
     tokenizer = ChatTokenizer(folder)
     batcher = TokenBatcher(

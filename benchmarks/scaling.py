@@ -85,7 +85,6 @@ class Fleet:
     admitted: int = 0
     dropped: int = 0
     now: int = 0
-    num_wanted: int = 0
     sampling_s: list[int] = field(default_factory=lambda: [0])
     """Replica-seconds of sampling until each second."""
     training_s: list[int] = field(default_factory=lambda: [0])

@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 from rolecall.errors import ConfigError
 
+WILDCARDS = ("0.0.0.0", "::")
+"""Hosts that listen on every interface, and that nobody on another machine can call."""
 _SCHEMES = ("dns:///", "dns:", "ipv4:", "ipv6:", "passthrough:///")
 
 

@@ -88,7 +88,7 @@ class Column:
         """Whether a token has several numbers."""
         return len(self.shape) > 1
 
-    def bytes_per_token(self, num: int = 1) -> int:
+    def bytes_per_token(self, num: int) -> int:
         """Bytes in the store for each token, of `num` numbers where the column is wide; 0 for a column that does not
         grow with tokens.
         """

@@ -48,9 +48,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-def load_tree(
-    path: Path, overrides: Sequence[str] = (), recipe: str | Path | None = None
-) -> tuple[dict[str, Any], str]:
+def load_tree(path: Path, overrides: Sequence[str], recipe: str | Path | None = None) -> tuple[dict[str, Any], str]:
     """Returns the sections of the file at `path` with `overrides`, and with what its recipe says besides (`recipe`, or
     the one that the file names); and which recipe that is, for complaints. ConfigError as of `read_tree`.
     """

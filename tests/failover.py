@@ -3,7 +3,6 @@ seen, how soon the run moved.
 """
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -28,10 +27,6 @@ class Failover:
     """Steps applied when it was seen; when it struck, where nothing was to be seen."""
     lost_steps: int
     """Steps that were applied again from a checkpoint."""
-    detected_s: float | None
-    """Until the controller started over; None where it did not."""
-    moves_s: float
-    """Until the next step was applied."""
     failures: tuple[str, ...]
     """What the controller said when it started over."""
 
@@ -57,25 +52,19 @@ async def strike(run: TwinRun, at_step: int, fault: Callable[[], None]) -> Failo
         await _reaches(stub, running, lambda status: status.step >= at_step)
         before = await _status(stub)
         await asyncio.to_thread(fault)
-        struck_at, highest, detected_s = time.monotonic(), (await _status(stub)).step, None
+        highest = lowest = (await _status(stub)).step
         failures: list[str] = []
-        moves_s: float | None = None
-        lowest = highest
         while not running.done():
-            now, status = time.monotonic() - struck_at, await _status(stub)
+            status = await _status(stub)
             if status.num_recoveries > before.num_recoveries + len(failures):
+                lowest = lowest if failures else highest
                 failures.append(status.last_failure)
-                if detected_s is None:
-                    detected_s, moves_s, lowest = now, None, highest
             lowest = min(lowest, status.step)
-            if moves_s is None and status.step > (lowest if detected_s is not None else highest):
-                moves_s = now
-            if detected_s is None:
+            if not failures:
                 highest = max(highest, status.step)
             await asyncio.sleep(0.02)
         await running
-    assert moves_s is not None
-    return Failover(highest, highest - lowest if failures else 0, detected_s, moves_s, tuple(failures))
+    return Failover(highest, highest - lowest if failures else 0, tuple(failures))
 
 
 def check(run: TwinRun) -> None:

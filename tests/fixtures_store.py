@@ -166,6 +166,9 @@ class StoreUnderTest:
         return counts.admitted, counts.trained, dropped, counts.live
 
 
+MakeStore = Callable[[str, str], StoreUnderTest]
+
+
 @pytest.fixture(scope="session")
 def store_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedStore]:
     """One server for all tests of the session; its user may touch every run."""
@@ -194,7 +197,7 @@ def make_embedded_store(tmp_path: Path) -> Iterator[Callable[..., EmbeddedStore]
 
 
 @pytest.fixture
-def make_store() -> Iterator[Callable[[str, str], StoreUnderTest]]:
+def make_store() -> Iterator[MakeStore]:
     """Opens run `run` of the server at `url`, as a controller that just locked it."""
     opened: list[Connection] = []
 
@@ -212,6 +215,6 @@ def make_store() -> Iterator[Callable[[str, str], StoreUnderTest]]:
 
 
 @pytest.fixture
-def store(store_server: EmbeddedStore, make_store: Callable[[str, str], StoreUnderTest]) -> StoreUnderTest:
+def store(store_server: EmbeddedStore, make_store: MakeStore) -> StoreUnderTest:
     """A fresh run on the session's server."""
     return make_store(store_server.url, f"run-{uuid.uuid4().hex[:12]}")

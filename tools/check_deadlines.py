@@ -123,10 +123,10 @@ def findings(sources: dict[str, str]) -> list[Finding]:
     return [finding for path, tree in trees.items() for finding in Module(path, sources[path], names).findings(tree)]
 
 
-def read_sources(root: Path = ROOT) -> dict[str, str]:
-    """Reads the modules of PACKAGES below `root`, generated stubs left out: path -> source."""
-    paths = (path for package in PACKAGES for path in sorted((root / package).rglob("*.py")) if "v1" not in path.parts)
-    return {str(path.relative_to(root)): path.read_text() for path in paths}
+def read_sources() -> dict[str, str]:
+    """Reads the modules of PACKAGES below ROOT, generated stubs left out: path -> source."""
+    paths = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")) if "v1" not in path.parts)
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
 
 
 class Module(ast.NodeVisitor):

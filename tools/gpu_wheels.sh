@@ -20,6 +20,7 @@ packages=(
   pytest pytest-asyncio pytest-timeout pluggy iniconfig hypothesis sortedcontainers psutil
   rich markdown-it-py mdurl Pygments
   jsonschema jsonschema-specifications referencing rpds-py attrs pillow
+  megatron-core
   aiohttp aiohappyeyeballs aiosignal frozenlist multidict propcache yarl idna
 )
 

@@ -12,7 +12,7 @@ mapfile -t services < <(grep -lE '^service ' "${messages[@]}")
 "$bin/python" -m grpc_tools.protoc -Iproto --plugin="protoc-gen-mypy_grpc=$bin/protoc-gen-mypy_grpc" --grpc_python_out="$out" --mypy_grpc_out=quiet,only_async:"$out" "${services[@]}"
 
 if [ "${1:-}" = --check ]; then
-  if ! diff -rq --exclude=__pycache__ --exclude=__init__.py "$out/rolecall/v1" rolecall/v1; then
+  if ! diff -rq --exclude=__pycache__ --exclude=__init__.py --exclude='*.proto' "$out/rolecall/v1" rolecall/v1; then
     echo "The stubs in rolecall/v1 are stale: run 'make proto' and commit what it changes." >&2
     exit 1
   fi

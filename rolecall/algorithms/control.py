@@ -68,7 +68,6 @@ def advance(
             entropy,
             target=section.target,
             step=section.coef_step,
-            lowest=0.0,
             highest=section.max_coef,
         )
         control = replace(control, entropy_coef=entropy_coef, entropy=entropy)
@@ -86,10 +85,8 @@ def kl_coef_next(coef: float, observed_kl: float, num_samples: int, *, target: f
     return coef * max(0.0, 1 + error * num_samples / horizon)
 
 
-def entropy_coef_next(
-    coef: float, observed_entropy: float, *, target: float, step: float, lowest: float, highest: float
-) -> float:
-    """coef + step where the entropy is below its target, coef - step where it is above, within lowest..highest.
+def entropy_coef_next(coef: float, observed_entropy: float, *, target: float, step: float, highest: float) -> float:
+    """coef + step where the entropy is below its target, coef - step where it is above, within 0..highest.
 
     Adaptive entropy control of Skywork-OR1 (arXiv:2505.22312), with the bounds that its released recipes set.
     """
@@ -97,7 +94,7 @@ def entropy_coef_next(
         coef += step
     elif observed_entropy > target:
         coef -= step
-    return min(max(coef, lowest), highest)
+    return min(max(coef, 0.0), highest)
 
 
 def entropy_coef_applied(coef: float, observed_entropy: float | None, *, target: float) -> float:

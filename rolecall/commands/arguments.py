@@ -169,7 +169,7 @@ def _add_rewind(command: AddCommand) -> None:
 
 
 def _add_conformance(command: AddCommand) -> None:
-    """Adds what calls a service that anybody wrote."""
+    """Adds what a service that anybody wrote is made from, and what calls it."""
     kit = command(
         "conformance",
         "hold a RewardService or EnvironmentService that anybody wrote to its contract; exit code 1 when it breaks it",
@@ -209,6 +209,8 @@ def _add_conformance(command: AddCommand) -> None:
     kit.add_argument("--drain", type=int, metavar="PID", help="end this process, the server, to see how it ends")
     kit.add_argument("--json", action="store_true", help="for programs")
     kit.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit's XML, too")
+    files = command("protos", "write the contracts of scorers and environments, .proto files to make stubs from")
+    files.add_argument("directory", type=Path, metavar="DIR", help="where rolecall/v1/*.proto go, as protoc -I DIR")
 
 
 def _add_credentials(command: AddCommand) -> None:

@@ -1,6 +1,6 @@
 """The `rolecall` command: sft, train, check and serve from a configuration, and its keys; status, watch, pause, resume,
-stop and profile a run; audit its ledger; rewind it; ask a role for its health; hold a service to its contract; list an
-environment's tasks; score a file; evaluate a model; write manifests; export.
+stop and profile a run; audit its ledger; rewind it; ask a role for its health; write the contracts of services, and
+hold one to its own; list an environment's tasks; score a file; evaluate a model; write manifests; export.
 
 Parses arguments and the configuration first and imports heavy things after, so that --help and mistakes are answered at
 once. Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted.
@@ -132,6 +132,10 @@ def _run_as_it_stands(arguments: argparse.Namespace) -> int:
         from rolecall.commands.conformance import conformance
 
         return conformance(arguments, sys.stdout)
+    if arguments.command == "protos":
+        from rolecall.commands.protos import protos
+
+        return protos(arguments.directory, sys.stdout)
     if arguments.command == "tasks":
         from rolecall.environment.listing import tasks
 

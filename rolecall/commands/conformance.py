@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,7 +20,8 @@ from rolecall.conformance.report import Report, Tell, junit, line
 from rolecall.conformance.reward.pool import Pool, own_pool, read_pool
 from rolecall.conformance.reward.session import Options, RewardSession
 from rolecall.disk import writing
-from rolecall.errors import ConfigError, VersionMismatchError
+from rolecall.errors import ConfigError, UnavailableError, VersionMismatchError
+from rolecall.rpc.presence import is_taken
 from rolecall.rpc.tls import read_token
 from rolecall.scoring.description import spec_gaps
 from rolecall.terminal import say
@@ -46,6 +47,8 @@ def conformance(arguments: argparse.Namespace, out: TextIO) -> int:
     )
     if arguments.items and not arguments.items.is_file():
         raise ConfigError(f"--items: cannot read {arguments.items}: it is no file")
+    if arguments.junit and not arguments.junit.parent.is_dir():
+        raise ConfigError(f"--junit: cannot write {arguments.junit}: {arguments.junit.parent} is no folder; make it")
 
     def tell(text: str) -> None:
         out.write(text)
@@ -79,7 +82,7 @@ async def examine(service: Peer, items: Path | None, options: Options, tell: Tel
         ]
         codes = [await call.code() for call in calls]  # bounded: by the calls' deadlines
         if not {grpc.StatusCode.OK, grpc.StatusCode.UNIMPLEMENTED} & set(codes):
-            await told(calls[0], service.address, "Describe")  # raises: nobody says in whose form the items are
+            await _unanswered(calls[0], service, channel)  # raises: nobody says in whose form the items are
     # Of two contracts that are served, a Describe that fails is its kit's to tell.
     scores, plays = (code is not grpc.StatusCode.UNIMPLEMENTED for code in codes)
     reports = []
@@ -96,6 +99,17 @@ async def examine(service: Peer, items: Path | None, options: Options, tell: Tel
             "address of a service that does"
         )
     return reports
+
+
+async def _unanswered(call: Awaitable[object], service: Peer, channel: grpc.aio.Channel) -> None:
+    """Raises what the call ended with; where somebody listens and there is no connection, also how it was called."""
+    try:
+        await told(call, service.address, "Describe")
+    except UnavailableError as error:
+        is_connected = channel.get_state() in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.IDLE)
+        if is_connected or not await asyncio.to_thread(is_taken, service.address):
+            raise
+        raise UnavailableError(f"{error.message}; {service.way}") from error
 
 
 async def examine_scorer(service: Peer, pool: Pool, options: Options, tell: Tell = _nothing) -> Report:

@@ -28,16 +28,16 @@ _OURS = ("controller", "actor", "rollout")
 """Roles that are started here: those of a run that goes on have other weights."""
 
 
-def evaluate(arguments: argparse.Namespace, overrides: list[str], out: TextIO, package: str = "services") -> int:
+def evaluate(arguments: argparse.Namespace, overrides: list[str], out: TextIO) -> int:
     """Evaluates and writes the figures; returns the exit code: 1 when a response has no score, or the evaluation was
-    left out. package: where the roles' modules are.
+    left out.
     """
     with contextlib.ExitStack() as stack:
         folder = _new_folder(arguments.out, stack)
         settings = evaluation_settings(arguments.config, overrides, arguments.recipe, arguments.model, folder)
         with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
             require(settings, sys.stdout)
-            code = train(settings, resume=False, package=package)
+            code = train(settings, resume=False)
         if code:
             stack.pop_all()  # the logs say why
             sys.stderr.write(f"what the evaluation left, its logs too, is in {folder}\n")

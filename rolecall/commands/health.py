@@ -13,14 +13,13 @@ from typing import Any, cast
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rolecall.address import check_address, host_of, is_loopback, is_unix
+from rolecall.address import WILDCARDS, check_address, host_of, is_loopback, is_unix
 from rolecall.config_file import load_tree
 from rolecall.errors import ConfigError, UnavailableError
 from rolecall.rpc.options import LIVENESS
 
 ANSWER_S = 2.0
 """Deadline of the connection and the answer together: within a probe's own, which should be 3 s or more."""
-_WILDCARDS = ("0.0.0.0", "::")
 _TLS_FILES = ("ca_file", "key_file", "certificate_file")
 
 
@@ -72,7 +71,7 @@ def _checked(address: str) -> str:
 
 def _near(bind: str) -> str:
     """The address at which a process of this machine reaches one that listens at `bind`; by name, for certificates."""
-    if is_unix(bind) or not (is_loopback(bind) or host_of(bind) in _WILDCARDS):
+    if is_unix(bind) or not (is_loopback(bind) or host_of(bind) in WILDCARDS):
         return bind
     return f"localhost:{bind.rpartition(':')[2]}"
 

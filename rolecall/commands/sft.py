@@ -15,13 +15,9 @@ from rolecall.data.images.spool import without_spools
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.identity import settle
 from rolecall.launcher.last_words import describe_failure, final_line
-from rolecall.launcher.plan import (
-    prepare_run_dir,
-    ranks_command,
-    role_environment,
-    write_config,
-)
+from rolecall.launcher.plan import ranks_command, role_environment, write_config
 from rolecall.launcher.processes import STARTED, STOP_TIMEOUT_S, Worker
+from rolecall.launcher.run_dir import prepare_run_dir
 from rolecall.launcher.tell_trackers import tell_trackers
 from rolecall.lifeline import tied
 from rolecall.settings import SftSettings, child_environment

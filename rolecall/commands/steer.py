@@ -24,8 +24,8 @@ from rolecall.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from rolecall.launcher.plan import is_under_way
 from rolecall.launcher.progress import STATES, open_view, render
+from rolecall.launcher.run_dir import is_under_way
 from rolecall.launcher.run_record import RunRecord, as_json_line, read_record
 from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel

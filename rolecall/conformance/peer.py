@@ -2,6 +2,7 @@
 what the server does is seen as it is.
 """
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import grpc
 from rolecall.address import is_loopback
 from rolecall.errors import ConfigError
 from rolecall.rpc import status, tls
-from rolecall.rpc.client_calls import UNREADABLE
+from rolecall.rpc.client_calls import UNREADABLE, method_of
 from rolecall.rpc.options import MAX_MESSAGE_BYTES
 
 T = TypeVar("T")
@@ -20,8 +21,20 @@ CONNECT_S = 5.0
 """Deadline of the first call: an address where nobody answers is told within it."""
 
 
+_DEADLINES = {
+    "Score": " (--timeout)",
+    "RunEpisode": " (--timeout, and close_timeout_s)",
+    "Reset": " (reset_timeout_s)",
+    "Step": " (step_timeout_s)",
+    "Close": " (close_timeout_s)",
+}
+"""What gives a method its deadline: an option of the command, or a field of what an environment says it is."""
+
+
 class ReadableCalls(grpc.aio.UnaryUnaryClientInterceptor):
-    """The end of a call whose answer cannot be parsed: INTERNAL, as of any other call that failed."""
+    """Ends of calls that gRPC leaves without words. One whose answer cannot be parsed is INTERNAL, as any other call
+    that failed; one that ran into its deadline says how long that was, and what names it.
+    """
 
     async def intercept_unary_unary(
         self,
@@ -29,13 +42,18 @@ class ReadableCalls(grpc.aio.UnaryUnaryClientInterceptor):
         client_call_details: grpc.aio.ClientCallDetails,
         request: Any,
     ) -> Any:
+        began_at, timeout_s, nothing = time.monotonic(), client_call_details.timeout or 0.0, grpc.aio.Metadata()
         call = await continuation(client_call_details, request)  # bounded: each call names its deadline
         try:
             answer = await call  # bounded: each call names its deadline
-        except grpc.aio.AioRpcError:
-            return call
+        except grpc.aio.AioRpcError as error:
+            is_own_word = time.monotonic() - began_at < 0.9 * timeout_s
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or is_own_word:
+                return call
+            method = method_of(client_call_details).rpartition("/")[2]
+            told = f"{method} was not answered within {timeout_s:g} s{_DEADLINES.get(method, '')}"
+            raise grpc.aio.AioRpcError(error.code(), nothing, nothing, told) from error
         if answer is None:
-            nothing = grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, f"it answered {UNREADABLE}")
         return call
 
@@ -49,6 +67,16 @@ class Peer:
     """TLS; None for plaintext."""
     token: str | None = None
     """A bearer token, sent with each call."""
+
+    @property
+    def way(self) -> str:
+        """Says how it is called, and what to do where the server wants it otherwise."""
+        if self.credentials is None:
+            return "it was called in the clear: where it speaks TLS give --ca-file, or --tls for mutual TLS"
+        return (
+            "it was called over TLS: where it speaks none leave --ca-file, --tls and --bearer-token-file out; whom to "
+            "trust says --ca-file, and where it asks for a certificate --tls has ours"
+        )
 
     def open(self, *, with_token: bool = True) -> grpc.aio.Channel:
         """A channel of its own, which connects at its first call. Each call names its deadline."""

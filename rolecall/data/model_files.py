@@ -2,7 +2,7 @@
 fits its tokenizer.
 
 Owns the complaints about `model.path` that need no weights to be loaded, but for those of vLLM (engine_limits.py), of
-Megatron (megatron_limits.py), of images (image_limits.py), of routing (mixture.py) and of adapters (adapters.py).
+Megatron (megatron_limits.py), of images (images/limits.py), of routing (mixture.py) and of adapters (adapters.py).
 `rolecall check` and the roles' configurations read through here. No torch.
 """
 
@@ -25,6 +25,8 @@ QWEN3_5_TEXT = ("qwen3_5_text", "qwen3_5_moe_text")
 """Values of model_type of Qwen3.5's language models where they are saved alone."""
 _RECURRENT = ("qwen3_next", *QWEN3_5_TEXT)
 """Values of model_type of models with recurrent layers."""
+ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
+"""Kinds of layers that keep no state, in a configuration's layer_types."""
 _ROPE_BY_LENGTH = ("longrope", "su", "dynamic")
 """Kinds of rotary positions whose frequencies change with the length of what is computed together."""
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
@@ -194,6 +196,12 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
         remedy = _DEQUANTIZED if method == "mxfp4" else "use the model in bfloat16 or float32"
         raise ConfigError(f"{where} is quantized ({method}), and quantized weights cannot be trained; {remedy}")
+    layers = set(map(str, text.get("layer_types") or ["unnamed"]))
+    if _keeps_state(kind) and not has_recurrent_layers(text) and not layers <= ATTENTION_LAYERS:
+        raise ConfigError(
+            f"{where} is of model_type {kind!r}, which keeps a state from token to token, and packed sequences would "
+            "hand it on to each other; use a model with attention, or with gated delta rules, in every layer"
+        )
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if text.get(cap):
             raise ConfigError(
@@ -227,11 +235,22 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
 
 def _is_known(model_type: object) -> bool:
     """Whether transformers names the type where it lists its models. Its source is read: an import takes seconds."""
+    lists = _sources("auto")
+    return not lists or any(f'"{model_type}"' in source for source in lists)
+
+
+def _keeps_state(model_type: object) -> bool:
+    """Whether transformers' source says so of the type's models, where its name is that of their folder."""
+    return any("    _is_stateful = True" in source for source in _sources(str(model_type).replace("-", "_")))
+
+
+def _sources(family: str) -> list[str]:
+    """The source files of a folder of transformers' models; none where it is not installed, or has no such folder."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
-        return True
-    lists = Path(spec.origin).parent.glob("models/auto/*.py")
-    return any(f'"{model_type}"' in file.read_text(encoding="utf-8") for file in lists)
+        return []
+    files = Path(spec.origin).parent.glob(f"models/{family}/*.py")
+    return [file.read_text(encoding="utf-8") for file in files]
 
 
 def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.path") -> None:

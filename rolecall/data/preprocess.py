@@ -43,7 +43,7 @@ class _Beginning(io.BytesIO):
 
 
 def preprocessing(
-    section: PluginSection | None, images_field: str | None = None
+    section: PluginSection | None, images_field: str | None
 ) -> Callable[[dict[str, Any], str], dict[str, Any] | None]:
     """Returns a call that makes the fields of a row, and its place for complaints, into those that are read: the same
     where there is no function. `images_field`: one that stays as the function returns it, for it may hold bytes.

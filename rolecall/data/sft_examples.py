@@ -20,11 +20,12 @@ import numpy as np
 
 from rolecall.data.continuation import ChatMessage, Tools, num_images_in
 from rolecall.data.conversations import TOOLS_FIELD, Conversations, Segment, close_of_turn, parse_conversation
-from rolecall.data.dataset import images_of, is_parquet, parse_messages, rows_of, told
+from rolecall.data.dataset import images_of, parse_messages
 from rolecall.data.images.files import ImageFile, parts
 from rolecall.data.images.spool import Spool
 from rolecall.data.images.tokens import VisualTokens
 from rolecall.data.model_files import eos_token_ids
+from rolecall.data.row_files import is_parquet, rows_of, told
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError, StorageUnavailableError
 from rolecall.settings import SftDataSection

@@ -62,13 +62,15 @@ def scored_by(spec: environment_pb2.DescribeEnvironmentResponse) -> reward_pb2.D
     return reward_pb2.DescribeResponse(name=spec.name, reward=spec.reward, components=spec.components)
 
 
-def opening_of(opened: Messages | Opening, roles: Sequence[str]) -> environment_pb2.ResetResponse:
+def opening_of(
+    opened: Messages | Opening, spec: environment_pb2.DescribeEnvironmentResponse
+) -> environment_pb2.ResetResponse:
     """The answer to Reset that `opened` stands for."""
     opening = opened if isinstance(opened, Opening) else Opening(opened)
     response = environment_pb2.ResetResponse(
-        messages=_observations(opening.messages, roles), tools=[_tool(tool) for tool in opening.tools]
+        messages=_observations(opening.messages, roles_of(spec)), tools=[_tool(tool) for tool in opening.tools]
     )
-    believe_opening(response, roles)
+    believe_opening(response, spec)
     return response
 
 
@@ -105,16 +107,16 @@ def reward_of(given: float | Score | None) -> trajectory_pb2.EpisodeReward | Non
     return trajectory_pb2.EpisodeReward(value=_number(score.value), components=components, answer=score.answer)
 
 
-def believe_opening(response: environment_pb2.ResetResponse, roles: Sequence[str]) -> None:
+def believe_opening(response: environment_pb2.ResetResponse, spec: environment_pb2.DescribeEnvironmentResponse) -> None:
     """EpisodeLostError when the answer to a Reset cannot be believed."""
-    problem = _messages_problem(response.messages, roles)
+    problem = _messages_problem(response.messages, roles_of(spec))
     names = [tool.name for tool in response.tools]
     if problem is None and (len(set(names)) != len(names) or "" in names):
         problem = f"answered the tools {names}; names must be unique and not empty"
     if problem is None:
         problem = next(filter(None, map(schema_problem, response.tools)), None)
     if problem:
-        raise EpisodeLostError(f"the environment {problem}")
+        raise EpisodeLostError(f"environment {spec.name!r} {problem}")
 
 
 def believe_answer(response: environment_pb2.StepResponse, spec: environment_pb2.DescribeEnvironmentResponse) -> None:

@@ -20,7 +20,6 @@ from rolecall.environment.answers import (
     believe_opening,
     believe_run,
     reward_problem,
-    roles_of,
     spec_problem,
 )
 from rolecall.errors import (
@@ -279,7 +278,7 @@ class EpisodeSession:
             "Reset",
             opens=True,
         )
-        believe_opening(opening, roles_of(spec))
+        believe_opening(opening, spec)
         self._opening = opening
         return opening
 

@@ -88,12 +88,10 @@ class Sessions:
         self,
         make: Callable[[], Env],
         spec: environment_pb2.DescribeEnvironmentResponse,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`make` makes the environment of one episode. `spec` has a max_sessions above 0."""
         self.spec = spec
         self._make = make
-        self._clock = clock
         self._open: dict[str, _Session] = {}
         self._closed: dict[str, tuple[float, asyncio.Task[environment_pb2.CloseResponse] | None]] = {}
         """Sessions that were closed: until when that is remembered, and what Close answered."""
@@ -114,7 +112,7 @@ class Sessions:
 
     def reap(self) -> None:
         """Looks once."""
-        now = self._clock()
+        now = time.monotonic()
         for session in list(self._open.values()):
             idle = session.num_calls == 0 and session.closing is None and session.working.done()
             if idle and now - session.touched_at > self.spec.lease_s:
@@ -219,7 +217,7 @@ class Sessions:
                 f"all {self.spec.max_sessions} sessions are open; ask again when one was closed",
                 retry_after_s=str(RETRY_AFTER_S),
             )
-        session = _Session(request.session, request.group, request.fence, self._clock())
+        session = _Session(request.session, request.group, request.fence, time.monotonic())
         self._open[request.session] = session
         session.booting = self._work(session, lambda: self._boot(session, request), "reset")
         return session
@@ -228,7 +226,7 @@ class Sessions:
         session.env = env = self._make()
         if request.shows_images:  # an Env may be frozen
             env.shows_images = True
-        return answers.opening_of(env.reset(answers.task_of(request.task), request.seed), answers.roles_of(self.spec))
+        return answers.opening_of(env.reset(answers.task_of(request.task), request.seed), self.spec)
 
     def _step(self, session: _Session, action: Action) -> environment_pb2.StepResponse:
         assert session.env is not None
@@ -364,7 +362,7 @@ class Sessions:
             self._touch(session)
 
     def _touch(self, session: _Session) -> None:
-        session.touched_at = self._clock()
+        session.touched_at = time.monotonic()
 
     def _note_fence(self, group: str, fence: int) -> int:
         """The highest fence of the group, with this one."""
@@ -373,7 +371,7 @@ class Sessions:
         return highest
 
     def _forgotten_at(self) -> float:
-        return self._clock() + 2 * self.spec.lease_s
+        return time.monotonic() + 2 * self.spec.lease_s
 
     def _lost(self, name: str) -> SessionLostError:
         return SessionLostError(

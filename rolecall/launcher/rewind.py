@@ -14,7 +14,7 @@ from typing import TextIO
 from rolecall.checkpoint.manifest import RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.errors import CheckpointMismatchError, CheckpointMissingError
-from rolecall.launcher.plan import run_lock
+from rolecall.launcher.run_dir import run_lock
 from rolecall.settings import JobSection, run_section_of
 
 _APART = 10**6

@@ -15,24 +15,20 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from rolecall import errors
 from rolecall.checkpoint.manifest import RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
-from rolecall.errors import (
-    DeadlineError,
-    RoleCallError,
-    UnavailableError,
-)
+from rolecall.errors import DeadlineError, ExhaustedError, RoleCallError, UnavailableError
 from rolecall.identity import settle
 from rolecall.launcher.finished import is_finished
 from rolecall.launcher.joining import Joining
 from rolecall.launcher.last_words import describe_failure, say_end
 from rolecall.launcher.placed import note_placed
-from rolecall.launcher.plan import plan_workers, prepare_run_dir, resolve, write_config
+from rolecall.launcher.plan import plan_workers, resolve, write_config
 from rolecall.launcher.probes import Probes
 from rolecall.launcher.processes import FINAL_CODES, MODEL_SERVERS, Processes, Worker
 from rolecall.launcher.progress import LONG_WAIT_S, Steady, View
 from rolecall.launcher.restarts import GivenUp, RestartBudget
+from rolecall.launcher.run_dir import prepare_run_dir
 from rolecall.launcher.run_record import INTERRUPTED, keep_record
 from rolecall.launcher.tell_trackers import tell_trackers
 from rolecall.launcher.used_store import note_used_store, require_used_store
@@ -294,11 +290,11 @@ class Supervisor:
             stub = controller_pb2_grpc.ControllerServiceStub(channel)
             while True:
                 self._heard_since = time.monotonic()
-                with suppress(UnavailableError, DeadlineError, errors.ExhaustedError):
+                with suppress(UnavailableError, DeadlineError, ExhaustedError):
                     try:
                         async for message in stub.WatchRun(controller_pb2.WatchRunRequest(), timeout=WATCH_TIMEOUT_S):
                             self._heard(message.status)
-                    except errors.ExhaustedError:  # others watch, too, and no stream is left for us
+                    except ExhaustedError:  # others watch, too, and no stream is left for us
                         self._heard(
                             (await stub.GetRun(controller_pb2.GetRunRequest(), timeout=RUN_CALL_TIMEOUT_S)).status
                         )

@@ -30,7 +30,7 @@ class _Calls:
     def _with_deadline(self, details: ClientCallDetails) -> ClientCallDetails:
         timeout_s = deadlines.child_timeout_s(self._default_timeout_s if details.timeout is None else details.timeout)
         if timeout_s <= 0:
-            method = _name(details)
+            method = method_of(details)
             raise DeadlineError(
                 f"{method} on {self._target} was not called: the caller's own deadline has passed",
                 target=self._target,
@@ -41,13 +41,13 @@ class _Calls:
         )
 
     def _with_token(self, details: ClientCallDetails) -> grpc.aio.Metadata | None:
-        if self._token is None or callers_of(_name(details)) is None:
+        if self._token is None or callers_of(method_of(details)) is None:
             return details.metadata
         return grpc.aio.Metadata(*(details.metadata or ()), (HEADER, self._token))
 
     def _to_error(self, error: AioRpcError, details: ClientCallDetails) -> RoleCallError:
         return status.to_error(
-            error.code(), error.details(), error.trailing_metadata(), target=self._target, method=_name(details)
+            error.code(), error.details(), error.trailing_metadata(), target=self._target, method=method_of(details)
         )
 
 
@@ -68,7 +68,7 @@ class UnaryCalls(_Calls, grpc.aio.UnaryUnaryClientInterceptor):
         except AioRpcError as error:
             raise self._to_error(error, client_call_details) from error
         if response is None:
-            method = _name(client_call_details)
+            method = method_of(client_call_details)
             raise RoleCallError(f"{self._target} answered {method} with {UNREADABLE}", target=self._target)
         return response
 
@@ -117,7 +117,7 @@ class StreamCalls(_Calls, grpc.aio.UnaryStreamClientInterceptor):
             if is_being_cancelled():
                 raise
             raise UnavailableError(
-                f"the connection to {self._target} was closed under {_name(details)}", target=self._target
+                f"the connection to {self._target} was closed under {method_of(details)}", target=self._target
             ) from error
         finally:
             call.cancel()  # a reader that stops early frees the server at once
@@ -131,6 +131,7 @@ def is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _name(details: ClientCallDetails) -> str:
+def method_of(details: ClientCallDetails) -> str:
+    """The full name of the method that is called."""
     method: str | bytes = details.method  # gRPC hands over bytes, whatever its types say
     return method.decode() if isinstance(method, bytes) else method

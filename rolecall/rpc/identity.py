@@ -57,13 +57,10 @@ def acting_as(settings: RunSettings, role: Caller, *, make: bool = True) -> RunS
     return settings.model_copy(update={"rpc": Party(**fields, run=settings.run.name, role=role, tokens=known)})
 
 
-def party_of(rpc: RpcSection, what: str) -> Party:
-    """`rpc` as that of a process that knows who it is. ConfigError when it does not: `what` could not know its
-    callers.
-    """
+def require_party(rpc: RpcSection, what: str) -> None:
+    """ConfigError when `rpc` is of a process that does not know who it is: `what` could not know its callers."""
     if not isinstance(rpc, Party):
         raise ConfigError(f"{what} is not served to just anybody; start it as a role of a run (acting_as)")
-    return rpc
 
 
 def _own(tls: TlsSection, role: Caller) -> TlsSection:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rolecall.address import endpoints_of, host_of, is_loopback, is_unix, unix_path
+from rolecall.address import WILDCARDS, endpoints_of, host_of, is_loopback, is_unix, unix_path
 from rolecall.errors import ConfigError
 from rolecall.settings import RpcSection, TlsSection, WeightsSection
 
@@ -22,7 +22,7 @@ _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """
 
 
-def require_tls(bind: str, rpc: RpcSection, setting: str = "") -> None:
+def require_tls(bind: str, rpc: RpcSection, setting: str) -> None:
     """ConfigError, naming `setting`, when others could reach what listens on `bind` in the clear."""
     if rpc.tls is None and not rpc.behind_mesh and not is_loopback(bind):
         named = f" ({setting})" if setting else ""
@@ -117,7 +117,7 @@ def advertised(address: str, host: str | None, peer: str | None) -> str:
     if is_unix(address):
         return address
     port = address.rpartition(":")[2]
-    if host is None and host_of(address) in ("0.0.0.0", "::") and peer is not None and not is_loopback(peer):
+    if host is None and host_of(address) in WILDCARDS and peer is not None and not is_loopback(peer):
         host = _seen_by(peer)
     return address if host is None else f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -47,7 +47,7 @@ async def look(address: str, channel: grpc.aio.Channel, ask: Ask, *, wanted: str
     wanted: what is looked for, e.g. "rolecall.v1.ActorService". through_mesh: a proxy of this machine takes every
     connection, whoever is behind it, so that one that breaks says nothing.
     """
-    if not await asyncio.to_thread(_is_taken, address):
+    if not await asyncio.to_thread(is_taken, address):
         return "nobody listens there yet"
     try:
         await ask(channel)
@@ -74,7 +74,7 @@ async def look(address: str, channel: grpc.aio.Channel, ask: Ask, *, wanted: str
     return ""
 
 
-def _is_taken(address: str) -> bool:
+def is_taken(address: str) -> bool:
     """Whether any endpoint accepts connections."""
     return any(_accepts(endpoint) for endpoint in ([address] if is_unix(address) else endpoints_of(address)))
 

@@ -18,7 +18,7 @@ from rolecall.errors import ConfigError
 from rolecall.rpc import tls as tls_files
 from rolecall.rpc.callers import PUBLIC
 from rolecall.rpc.decoding import Decoding
-from rolecall.rpc.identity import Party, identify_for, party_of
+from rolecall.rpc.identity import Party, identify_for, require_party
 from rolecall.rpc.listening import require_tls, why_not
 from rolecall.rpc.options import LIVENESS, MAX_MESSAGE_BYTES, server_options
 from rolecall.rpc.server_calls import ServerCalls
@@ -92,7 +92,7 @@ class Server:
         the server was not made for a process of a run (`rolecall/rpc/identity.py`).
         """
         if service_name not in PUBLIC:
-            party_of(self._rpc, service_name)
+            require_party(self._rpc, service_name)
         add_to_server(servicer, self._server)
         self._names.append(service_name)
 

@@ -57,9 +57,7 @@ class ServerCalls(grpc.aio.ServerInterceptor):
                 return grpc.unary_stream_rpc_method_handler(
                     _streaming(handler.unary_stream, method, known, self._streams), *wires
                 )
-            case True, False:
-                return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method, known), *wires)
-            case _:
+            case _:  # reflection, which streams both ways; Decoding refuses what takes a stream and answers once
                 return grpc.stream_stream_rpc_method_handler(
                     _streaming(handler.stream_stream, method, known, self._streams), *wires
                 )

@@ -84,12 +84,15 @@ def spec_problem(spec: reward_pb2.DescribeResponse) -> str | None:
     """Returns what makes a scorer's own description unusable; None when nothing does."""
     unknown = sorted(set(spec.reads) - set(ALL_FIELDS))
     if unknown:
-        return f"reads the fields {unknown}, which this release does not know"
+        return (
+            f"reads the fields {unknown}, which this release does not know; name some of its ScoreField, such as "
+            "SCORE_FIELD_RESPONSE_TEXT (2)"
+        )
     names = [component.name for component in spec.components]
     if len(set(names)) != len(names) or "" in names:
         return f"declares the components {names}; names must be unique and not empty"
     for component in [spec.reward, *spec.components]:
-        low, high = _bounds(component)
+        low, high = bounds_of(component)
         if not low <= high:
             return f"declares the range [{low}, {high}] for {component.name or 'reward'!r}; min must not exceed max"
     return None if spec.max_items >= 0 else f"declares max_items {spec.max_items}; it must not be negative"
@@ -115,11 +118,12 @@ def change_of(old: reward_pb2.DescribeResponse, new: reward_pb2.DescribeResponse
             f"{sorted(part.name for part in new.components)}"
         )
     in_both = [what for what in before if what in after]
-    changed = next((what for what in in_both if _bounds(before[what]) != _bounds(after[what])), None)
-    return changed and f"the range of its {changed} from {_bounds(before[changed])} to {_bounds(after[changed])}"
+    changed = next((what for what in in_both if bounds_of(before[what]) != bounds_of(after[what])), None)
+    return changed and f"the range of its {changed} from {bounds_of(before[changed])} to {bounds_of(after[changed])}"
 
 
-def _bounds(spec: reward_pb2.ComponentSpec) -> tuple[float, float]:
+def bounds_of(spec: reward_pb2.ComponentSpec) -> tuple[float, float]:
+    """The declared range, infinite where it has no end."""
     return spec.min if spec.HasField("min") else -math.inf, spec.max if spec.HasField("max") else math.inf
 
 
@@ -129,7 +133,7 @@ def _outside(what: str, value: float, spec: reward_pb2.ComponentSpec) -> str | N
             f"returned the {what} {value}, which is not "
             f"{'finite' if not math.isfinite(value) else 'a float32: it would be trained on as infinity'}"
         )
-    low, high = _bounds(spec)
+    low, high = bounds_of(spec)
     if not low <= value <= high:
         return (
             f"returned the {what} {value}, outside its declared range [{low}, {high}]; correct it, or the range "

@@ -105,7 +105,7 @@ class HttpCarrier:
         await self._client.aclose()  # bounded: calls under way were given up by then
 
 
-def status_error(url: str, status: int, data: bytes, retry_after: str | None = None) -> RoleCallError:
+def status_error(url: str, status: int, data: bytes, retry_after: str | None) -> RoleCallError:
     """The error that an HTTP status is, by what gRPC makes of it and the table in reward.proto makes of that: away and
     misplaced servers are waited for, a refused request is the item's, and any other flaw may pass.
     """

@@ -170,6 +170,8 @@ class Peer:
     def failure(self, error: RoleCallError) -> Failure:
         """Returns what an error of a call is to each of its items."""
         text = f"scorer {self._name!r}: {error.message}"
+        if isinstance(error, DeadlineError):
+            text += f"; a call has {self._timeout_s:g} s (timeout_s)"
         # INTERNAL, UNKNOWN, DATA_LOSS: a flaw that may hit once, or these items each time
         if type(error) is RoleCallError:
             return Failure(error.details.get("code", error.status), text, retryable=True, is_blamed=True)

@@ -55,9 +55,9 @@ def is_of_sft(path: Path, overrides: Sequence[str] = ()) -> bool:
     return _is_of_sft(overridden(read_tree(path), overrides))
 
 
-def load_reward_model_settings(path: Path, overrides: list[str] | None = None) -> RewardModelSettings:
+def load_reward_model_settings(path: Path, overrides: list[str]) -> RewardModelSettings:
     """The same for the file of `rolecall serve reward-model`."""
-    tree = overridden(read_tree(path), overrides or ())
+    tree = overridden(read_tree(path), overrides)
     return _valid(RewardModelSettings, tree, path, "")
 
 

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from rolecall.address import WILDCARDS
 from rolecall.settings.engine_arguments import EngineArguments
 from rolecall.settings.plugin import PluginSection
 from rolecall.settings.section import (
@@ -276,6 +277,16 @@ class WeightsSection(Section):
         which becomes gloo where they turn out not to share memory.
         """
         return self.backend or ("nccl" if actor_on_gpus and receivers_on_gpus and not self.deltas else "shared")
+
+    @field_validator("host")
+    @classmethod
+    def _is_one_interface(cls, host: str) -> str:
+        if host in ("", *WILDCARDS):
+            raise ValueError(
+                f"{host!r} is every interface of the actor's machine, and nothing encrypts the weights; nor is it an "
+                "address that a rollout could call: name the one interface that the rollouts reach, or 127.0.0.1"
+            )
+        return host
 
     @model_validator(mode="after")
     def _deltas_go_over_a_wire(self) -> Self:

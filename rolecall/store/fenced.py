@@ -35,6 +35,9 @@ class FencedScripts:
         """The highest mark that we were told."""
         self._lock = threading.Lock()
         self._set_back: StoreRolledBackError | None = None
+        """What every call raises once the store was found to have lost what it had acknowledged. The run is then to go
+        back to a checkpoint, whoever controls it: `RunPosition.set_back` remembers.
+        """
 
     def take(self, ctl: str, beat: str, nonce: str, known_ctl: int) -> int:
         """Takes the run by the script `lock`, whose arguments these are; returns our fencing number."""
@@ -44,7 +47,7 @@ class FencedScripts:
         return self.ctl
 
     def call(self, name: str, *args: str | bytes | int) -> scripts.Answer:
-        """Returns what script `name` answers. StoreRolledBackError while it `is_set_back`."""
+        """Returns what script `name` answers. StoreRolledBackError once the store lost what it had acknowledged."""
         return self._confirmed(lambda: [self._connection.script(name, self._keys, [self.ctl, *args])])[0]
 
     def call_many(self, name: str, calls: Sequence[Sequence[str | bytes | int]]) -> None:
@@ -56,20 +59,13 @@ class FencedScripts:
         """Returns what script `name` answers to those who do not control the run: not fenced, and of any server."""
         return scripts.check(self._connection.script(name, self._keys, [0, *args])[:-2], self._run)
 
-    @property
-    def is_set_back(self) -> bool:
-        """Whether the store was found to have lost what it had acknowledged. Then every call says so, and the run is to
-        go back to a checkpoint, whoever controls it: `RunPosition.set_back` remembers.
-        """
-        return self._set_back is not None
-
     def take_set_back(self) -> bool:
-        """Whether it `is_set_back`; from here on calls pass again, for a loop that goes back."""
+        """Whether the run is to go back to a checkpoint; from here on calls pass again, for a loop that does."""
         found, self._set_back = self._set_back, None
         return found is not None
 
     def give_up_rows(self) -> None:
-        """Says that rows are gone which a batch needs: it `is_set_back`."""
+        """Says that rows are gone which a batch needs: the run is to go back to a checkpoint."""
         self._confirm(self._server, rows_lost=True)
 
     def _confirmed(self, ask: Callable[[], list[list[Any]]]) -> list[scripts.Answer]:
@@ -100,8 +96,8 @@ class FencedScripts:
             return True
 
     def _confirm(self, known: bytes, *, rows_lost: bool = False) -> None:
-        """Confirms the ledger on the server that answers, unless another thread did so since the server was `known`. It
-        `is_set_back` when that does not have all that we were told, or `rows_lost`.
+        """Confirms the ledger on the server that answers, unless another thread did so since the server was `known`.
+        The run is to go back when that does not have all that we were told, or `rows_lost`.
         """
         with self._lock:  # bounded: by the one confirmation under way, hence by the store's retry_s
             if self._server != known:

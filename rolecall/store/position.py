@@ -34,8 +34,6 @@ class LiveGroup:
     state: GroupState
     entry_id: str
     """Id of its entry in the prompts stream (gone from the stream once committed)."""
-    admit_step: int
-    """Steps applied when it was admitted."""
     admit_published_step: int
     """Steps behind the weights the fleet held then: no token of it comes from older ones. -1: before the first publish.
     """
@@ -91,8 +89,6 @@ class RunPosition:
     begun_version: int = -1
     """Highest version a publish was begun under; above policy_version while a publish is under way or after one failed.
     """
-    begun_step: int = -1
-    """Step of that publish."""
     epoch: int = 0
     """Last epoch of the weight channel."""
     next_gid: int = 0
@@ -187,8 +183,8 @@ def decode_snapshot(values: Sequence[Any]) -> Snapshot:
         committed=num_trajectories,
     )
     found = (
-        LiveGroup(int(gid), GroupState(state.decode()), entry.decode(), int(step), int(published))
-        for gid, state, entry, step, published in groups
+        LiveGroup(int(gid), GroupState(state.decode()), entry.decode(), int(published))
+        for gid, state, entry, published in groups
     )
     return Snapshot(position, counts, tuple(found))
 

@@ -139,11 +139,9 @@ class PromptQueue:
         """Gives `claims` back (drain, pause, publish failure); the delivery does not count. Returns how many were still
         held.
         """
-        return (
-            int(self._call("release", self._consumer, "released", 1, 0, why, *_pairs(claims)).values[0])
-            if claims
-            else 0
-        )
+        if not claims:
+            return 0
+        return int(self._call("release", self._consumer, "released", 1, 0, why, *_pairs(claims)).values[0])
 
     def abandon(self, claim: Claim, error: str, max_deliveries: int = 0) -> bool:
         """Gives `claim` back because its generation failed here with `error`: the delivery counts. False when it was no

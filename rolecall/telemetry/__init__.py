@@ -56,6 +56,7 @@ _CHATTY_LOGGERS = (
     "transformers",
     "huggingface_hub",
     "numexpr",
+    "vllm",
 )
 INSTRUMENTATION = "rolecall"
 METRIC = "rolecall.metric"

@@ -1,4 +1,4 @@
-"""Generated stubs of proto/rolecall/v1. Made by `make proto`; never edited by hand, this file apart, which says what to install when they do not load."""
+"""Generated stubs of proto/rolecall/v1. Made by `make proto`; never edited by hand, this file apart, which says what to install when they do not load. The files of `rolecall protos` lie beside them, as links, for the wheel."""
 
 from rolecall.errors import ConfigError
 

@@ -75,7 +75,7 @@ async def join_epoch(
     rank: int,
     world_size: int,
     timeout_s: float,
-    backend: WeightBackend = "gloo",
+    backend: WeightBackend,
     on_answer: Callable[[], None] = lambda: None,
 ) -> int:
     """Joins epoch `epoch` with every worker, the first as `rank`, until all ranks of the epoch have met. Returns how

@@ -3,10 +3,12 @@
 import asyncio
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from rolecall import telemetry
 from rolecall.rpc.role_process import ServiceArgs, importing, parse_args, run
 from rolecall.settings import rank_of_process
+from rolecall.shifts import Side
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,18 +33,13 @@ async def _serve(args: ServiceArgs) -> None:
 
     section = settings.actor
     connection = await asyncio.to_thread(connect, settings.store, verify=False)
+    side: Side | None = "trainers" if settings.takes_shifts else None
+    building = partial(build, settings, connection)
     if rank_of_process()[0] > 0:
-        await follow(
-            args, lambda hooks: build(settings, connection, hooks), side="trainers" if settings.takes_shifts else None
-        )
+        await follow(args, building, side)
         return
     device_thread = DeviceThread()
-    trainer = await load(
-        args,
-        device_thread,
-        lambda hooks: build(settings, connection, hooks),
-        side="trainers" if settings.takes_shifts else None,
-    )
+    trainer = await load(args, device_thread, building, side)
     fence = Fence(lambda: read_ctl(connection, settings.run.name))
     consumer = f"{args.worker}.{args.incarnation}"
     calls = TrainerCalls(

@@ -12,7 +12,7 @@ from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
 from rolecall.training.engine import Microbatch, TokenOutputs
 from rolecall.training.packing.pack import pack, unpack
-from rolecall.training.serving.hooks import UNWATCHED, ProcessHooks
+from rolecall.training.serving.hooks import ProcessHooks
 from rolecall.training.step.rank_context import StoreRankContext
 from rolecall.training.step.role_ranks import TrainerRanks
 from rolecall.training.step.start import start_store_context
@@ -34,7 +34,7 @@ is a size of the model, too, which torch then takes for that: a prime is none.
 """
 
 
-def build(settings: RunSettings, connection: Connection, hooks: ProcessHooks = UNWATCHED) -> "ActorRanks":
+def build(settings: RunSettings, connection: Connection, hooks: ProcessHooks) -> "ActorRanks":
     """Starts the actor on this rank, its model loaded; a collective. ConfigError, of a plug-in before the start."""
     steps = PolicySteps(settings)
     context = start_store_context(

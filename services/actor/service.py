@@ -1,16 +1,12 @@
 """ActorService in gRPC: translates requests for the actor's calls and its weight channel. Reaches no torch."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any, Protocol, TypeAlias
-
-import grpc
+from typing import Protocol
 
 from rolecall.training.serving.calls import TrainerCalls
+from rolecall.training.serving.servicer import Context, TrainerServicer
 from rolecall.training.serving.trainer import Trainer
 from rolecall.v1 import actor_pb2, actor_pb2_grpc, training_pb2, weights_pb2
-
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 class WeightPublishingTrainer(Trainer, Protocol):
@@ -33,18 +29,12 @@ class WeightPublishingTrainer(Trainer, Protocol):
         """Ends what is sent, or about to be, over `epoch`; called beside the device thread. Waits for no peer."""
 
 
-class ActorServicer(actor_pb2_grpc.ActorServiceServicer):
+class ActorServicer(TrainerServicer, actor_pb2_grpc.ActorServiceServicer):
     """The actor's methods: each makes one call of `TrainerCalls` or of the actor on its ranks."""
 
     def __init__(self, actor: WeightPublishingTrainer, calls: TrainerCalls) -> None:
+        super().__init__(calls)
         self._actor = actor
-        self._calls = calls
-
-    async def Train(
-        self, request: training_pb2.TrainRequest, context: Context
-    ) -> AsyncIterator[training_pb2.TrainResponse]:
-        async for response in self._calls.chain.train(request):
-            yield response
 
     async def ComputeLogprobs(
         self, request: training_pb2.ComputeColumnRequest, context: Context
@@ -73,31 +63,3 @@ class ActorServicer(actor_pb2_grpc.ActorServiceServicer):
                 None, self._actor.abort_publish, request.epoch, "its caller left"
             )
             raise
-
-    async def SaveCheckpoint(
-        self, request: training_pb2.SaveTrainerCheckpointRequest, context: Context
-    ) -> AsyncIterator[training_pb2.SaveTrainerCheckpointResponse]:
-        async for response in self._calls.save(request):
-            yield response
-
-    async def LoadCheckpoint(
-        self, request: training_pb2.LoadTrainerCheckpointRequest, context: Context
-    ) -> training_pb2.LoadTrainerCheckpointResponse:
-        return await self._calls.load(request)
-
-    async def Offload(self, request: training_pb2.OffloadRequest, context: Context) -> training_pb2.OffloadResponse:
-        return await self._calls.offload(request)
-
-    async def Onload(self, request: training_pb2.OnloadRequest, context: Context) -> training_pb2.OnloadResponse:
-        return await self._calls.onload(request)
-
-    async def Profile(
-        self, request: training_pb2.ProfileRequest, context: Context
-    ) -> AsyncIterator[training_pb2.ProfileResponse]:
-        async for response in self._calls.profile(request):
-            yield response
-
-    async def GetInfo(
-        self, request: training_pb2.GetTrainerInfoRequest, context: Context
-    ) -> training_pb2.GetTrainerInfoResponse:
-        return self._calls.info()

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import logging
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +12,6 @@ from rolecall.rpc.role_process import ServiceArgs, parse_args, run
 if TYPE_CHECKING:
     from services.controller.run import ControllerRun
 
-logger = logging.getLogger(__name__)
 GIVE_BACK_S = 10.0
 """Most seconds in which a controller that is stopped gives the run back in the store, so that the next one waits for no
 lease.

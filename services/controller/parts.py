@@ -19,7 +19,7 @@ from rolecall.v1.reference_pb2_grpc import ReferenceServiceStub
 from services.controller.board import RunBoard
 from services.controller.durable.commits import Commits
 from services.controller.durable.run_point import Checkpoints
-from services.controller.evaluation import Evaluation
+from services.controller.evaluation.evaluation import Evaluation
 from services.controller.fleet.members import Fleet
 from services.controller.groups.admission import AdmissionPolicy
 from services.controller.groups.prompts import PromptRenderer

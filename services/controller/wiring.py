@@ -31,7 +31,8 @@ from services.controller.board import RunBoard
 from services.controller.config import admission_policy
 from services.controller.durable.commits import Commits
 from services.controller.durable.run_point import Checkpoints
-from services.controller.evaluation import Evaluation, load_sets
+from services.controller.evaluation.evaluation import Evaluation
+from services.controller.evaluation.sets import load_sets
 from services.controller.fleet.members import Fleet
 from services.controller.groups.prompts import PromptRenderer, PromptSequence
 from services.controller.parts import Connections, Data

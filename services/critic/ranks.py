@@ -3,14 +3,14 @@
 from rolecall.identity import adapters_to_begin_with
 from rolecall.settings import RunSettings
 from rolecall.store.connection import Connection
-from rolecall.training.serving.hooks import UNWATCHED, ProcessHooks
+from rolecall.training.serving.hooks import ProcessHooks
 from rolecall.training.step.role_ranks import TrainerRanks
 from rolecall.training.step.start import start_store_context
 from services.critic import config
 from services.critic.steps import ValueSteps
 
 
-def build(settings: RunSettings, connection: Connection, hooks: ProcessHooks = UNWATCHED) -> TrainerRanks:
+def build(settings: RunSettings, connection: Connection, hooks: ProcessHooks) -> TrainerRanks:
     """Starts the critic on this rank, its model loaded; a collective. ConfigError."""
     section = config.section(settings)
     context = start_store_context(

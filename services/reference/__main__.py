@@ -5,6 +5,7 @@ under torchrun.
 import asyncio
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from rolecall import telemetry
 from rolecall.rpc.role_process import ServiceArgs, importing, parse_args, run
@@ -38,20 +39,12 @@ async def _serve(args: ServiceArgs) -> None:
     section = config.section(settings, instance)
     side: Side | None = "references" if section.offload else None
     connection = await asyncio.to_thread(connect, settings.store, verify=False)
+    building = partial(build, settings, instance, connection)
     if rank_of_process()[0] > 0:
-        await follow(
-            args,
-            lambda hooks: build(settings, instance, connection, hooks),
-            side=side,
-        )
+        await follow(args, building, side)
         return
     device_thread = DeviceThread()
-    role = await load(
-        args,
-        device_thread,
-        lambda hooks: build(settings, instance, connection, hooks),
-        side=side,
-    )
+    role = await load(args, device_thread, building, side)
     fence = Fence(lambda: read_ctl(connection, settings.run.name))
     calls = ColumnCalls(role, device_thread, fence, section.token_budget)
     server = make_server(settings, section, f"references.{args.worker}", max_age_s=REPLICA_AGE_S)

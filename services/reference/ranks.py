@@ -13,7 +13,7 @@ from rolecall.store.connection import Connection
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.packing.pack import unpack
-from rolecall.training.serving.hooks import UNWATCHED, ProcessHooks
+from rolecall.training.serving.hooks import ProcessHooks
 from rolecall.training.step.rank_context import StoreRankContext
 from rolecall.training.step.role_ranks import ColumnRanks, RoleColumns
 from rolecall.training.step.start import start_store_context
@@ -109,9 +109,7 @@ class ReferenceRanks(ColumnRanks):
             self._post.leave()
 
 
-def build(
-    settings: RunSettings, instance: str, connection: Connection, hooks: ProcessHooks = UNWATCHED
-) -> ReferenceRanks:
+def build(settings: RunSettings, instance: str, connection: Connection, hooks: ProcessHooks) -> ReferenceRanks:
     """Starts the reference on this rank, its model loaded; a collective. ConfigError."""
     section, path = config.section(settings, instance), config.model_path(settings, instance)
     context = start_store_context(

@@ -33,7 +33,7 @@ from rolecall.settings import (
     PresetScorer,
 )
 from rolecall.v1 import reward_pb2
-from services.reward.presets import best, bind_preset, bind_qa, truths
+from services.reward.presets import bind_preset, bind_qa, comparing, truths
 from services.reward.scorers.boxed import boxed_answer, boxed_match
 from services.reward.scorers.code import CodeJudge, task_of
 from services.reward.scorers.dapo_math import dapo_answer, dapo_match
@@ -127,38 +127,22 @@ def bind(scorer: LocalScorer) -> ScoreFunction:
     match scorer:
         case AnswerScorer(kind="exact_match"):
             ignore_case = scorer.ignore_case
-            return lambda item: Score(
-                best(item, lambda truth: exact_match(item.response_text, truth, ignore_case=ignore_case)),
-                answer=whole_answer(item.response_text, ignore_case=ignore_case),
+            return comparing(
+                partial(exact_match, ignore_case=ignore_case), partial(whole_answer, ignore_case=ignore_case)
             )
         case PatternScorer(kind="qa_exact_match" | "qa_f1"):
             return bind_qa(scorer)
         case PatternScorer(kind="regex"):
             pattern = re.compile(scorer.pattern or "")  # its settings want one
-            return lambda item: Score(
-                best(item, lambda truth: regex_match(item.response_text, truth, pattern)),
-                answer=regex_answer(item.response_text, pattern),
-            )
+            return comparing(partial(regex_match, pattern=pattern), partial(regex_answer, pattern=pattern))
         case AnswerScorer(kind="boxed"):
-            return lambda item: Score(
-                best(item, lambda truth: boxed_match(item.response_text, truth)),
-                answer=boxed_answer(item.response_text),
-            )
+            return comparing(boxed_match, boxed_answer)
         case AnswerScorer(kind="hendrycks_math"):
-            return lambda item: Score(
-                best(item, lambda truth: hendrycks_match(item.response_text, truth)),
-                answer=hendrycks_answer(item.response_text),
-            )
+            return comparing(hendrycks_match, hendrycks_answer)
         case AnswerScorer(kind="minerva_math"):
-            return lambda item: Score(
-                best(item, lambda truth: minerva_match(item.response_text, truth)),
-                answer=minerva_answer(item.response_text),
-            )
+            return comparing(minerva_match, minerva_answer)
         case AnswerScorer(kind="dapo_math"):
-            return lambda item: Score(
-                best(item, lambda truth: dapo_match(item.response_text, truth)),
-                answer=dapo_answer(item.response_text),
-            )
+            return comparing(dapo_match, dapo_answer)
         case AnswerScorer():
             from services.reward.scorers.math import math_equal  # sympy: half a second, and only in the extra `reward`
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from rolecall.scoring.description import component_spec
+from rolecall.scoring.description import bounds_of, component_spec
 from rolecall.scoring.results import error_result
 from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.v1 import reward_pb2
@@ -32,7 +32,7 @@ def compose_spec(
     """
     lows, highs, components = [], [], []
     for part, spec in specs.items():
-        ends = [_scaled(weights[part], bound) for bound in _range(spec.reward)] + [0.0] * (part in routed)
+        ends = [_scaled(weights[part], bound) for bound in bounds_of(spec.reward)] + [0.0] * (part in routed)
         lows.append(min(ends))
         highs.append(max(ends))
         parts = [_named(part, spec.reward, may_be_absent=part in routed)]
@@ -108,10 +108,6 @@ def _failed(item: reward_pb2.ScoreItem, failures: Mapping[str, Failure]) -> rewa
 
 def _scaled(weight: float, value: float) -> float:
     return weight * value if weight else 0.0  # 0 times an unbounded end is 0: the component is only reported
-
-
-def _range(spec: reward_pb2.ComponentSpec) -> tuple[float, float]:
-    return (spec.min if spec.HasField("min") else -math.inf), (spec.max if spec.HasField("max") else math.inf)
 
 
 def _named(name: str, spec: reward_pb2.ComponentSpec, *, may_be_absent: bool) -> reward_pb2.ComponentSpec:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 from rolecall.errors import BadGroundTruthError
@@ -20,26 +21,17 @@ def bind_preset(scorer: PresetScorer) -> ScoreFunction:
     match scorer:
         case NumberScorer(kind="gsm8k"):
             flexible = scorer.flexible
-            return lambda item: Score(
-                best(item, lambda truth: gsm8k_match(item.response_text, truth, flexible=flexible)),
-                answer=gsm8k_answer(item.response_text, flexible=flexible),
-            )
+            return comparing(partial(gsm8k_match, flexible=flexible), partial(gsm8k_answer, flexible=flexible))
         case NumberScorer():
-            tolerance = scorer.tolerance
-            return lambda item: Score(
-                best(item, lambda truth: numeric_match(item.response_text, truth, tolerance=tolerance)),
-                answer=_written(last_number(item.response_text)),
-            )
+            match = partial(numeric_match, tolerance=scorer.tolerance)
+            return comparing(match, lambda text: _written(last_number(text)))
         case ChoiceScorer():
             choices = scorer.choices
-            return lambda item: Score(
-                best(item, lambda truth: choice_match(item.response_text, truth, choices)),
-                answer=choice_answer(item.response_text, choices),
-            )
+            return comparing(partial(choice_match, choices=choices), partial(choice_answer, choices=choices))
         case InstructionScorer():
             check = followed_loosely if scorer.loose else followed
-            partial = scorer.partial
-            return lambda item: _instructions(item, check, partial=partial)
+            is_partial = scorer.partial
+            return lambda item: _instructions(item, check, is_partial=is_partial)
 
 
 def bind_qa(scorer: PatternScorer) -> ScoreFunction:
@@ -49,9 +41,13 @@ def bind_qa(scorer: PatternScorer) -> ScoreFunction:
     return lambda item: _qa(item, compare, pattern)
 
 
-def best(item: Item, compare: Callable[[str], float]) -> float:
-    """The score by the ground truth that the response is nearest to. BadGroundTruthError when there is none."""
-    return max(map(compare, truths(item)))
+def comparing(match: Callable[[str, str], float], answer_of: Callable[[str], str | None]) -> ScoreFunction:
+    """A scorer by `match` of the response and the ground truth that it is nearest to; `answer_of` reads the answer in
+    it. BadGroundTruthError for an item without a ground truth.
+    """
+    return lambda item: Score(
+        max(match(item.response_text, truth) for truth in truths(item)), answer=answer_of(item.response_text)
+    )
 
 
 def truths(item: Item) -> tuple[str, ...]:
@@ -66,10 +62,10 @@ def truths(item: Item) -> tuple[str, ...]:
 
 def _qa(item: Item, compare: Callable[[str | None, str], float], pattern: re.Pattern[str] | None) -> Score:
     answer = qa_answer(item.response_text, pattern)
-    return Score(best(item, lambda truth: compare(answer, truth)), answer=answer)
+    return Score(max(compare(answer, truth) for truth in truths(item)), answer=answer)
 
 
-def _instructions(item: Item, check: Callable[..., list[bool]], *, partial: bool) -> float:
+def _instructions(item: Item, check: Callable[..., list[bool]], *, is_partial: bool) -> float:
     names: Any = item.metadata.get(INSTRUCTIONS_FIELD)
     if not isinstance(names, list) or not names:
         raise BadGroundTruthError(
@@ -79,7 +75,7 @@ def _instructions(item: Item, check: Callable[..., list[bool]], *, partial: bool
     if len(given) != len(names):
         raise BadGroundTruthError(f"item {item.id} has {len(names)} instructions and {len(given)} kwargs; mend it")
     results = check(item.response_text, names, given)
-    return sum(results) / len(results) if partial else float(all(results))
+    return sum(results) / len(results) if is_partial else float(all(results))
 
 
 def _written(number: Decimal | None) -> str | None:

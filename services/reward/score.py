@@ -19,9 +19,10 @@ from typing import Any, TextIO, TypeAlias
 import numpy as np
 
 from rolecall.config_file import overrides_from
-from rolecall.data.dataset import RawPrompt, load_prompts, rows_of
+from rolecall.data.dataset import RawPrompt, load_prompts
 from rolecall.data.images.files import ImageFile
 from rolecall.data.images.prompts import PromptEncoder
+from rolecall.data.row_files import rows_of
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.scoring.client import open_client

@@ -13,7 +13,7 @@ from rolecall.training.engine import ValueOutputs
 from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import pack, unpack
 from rolecall.training.packing.plan import plan_batch
-from rolecall.training.serving.hooks import UNWATCHED, ProcessHooks
+from rolecall.training.serving.hooks import ProcessHooks
 from rolecall.training.step.rank_context import RankContext
 from rolecall.training.step.start import start_context
 from rolecall.v1 import command_pb2
@@ -110,7 +110,7 @@ def _by_sequence(outputs: object, lengths: Sequence[int]) -> list[Array]:
     return [np.append(values_T[1:], last) for values_T, last in zip(values, last_S, strict=True)]
 
 
-def build(settings: RewardModelSettings, folder: Path, hooks: ProcessHooks = UNWATCHED) -> ScoringRanks:
+def build(settings: RewardModelSettings, folder: Path, hooks: ProcessHooks) -> ScoringRanks:
     """Starts the reward model on this rank, its model loaded; a collective. ConfigError. What memory was used for is
     written to `folder` should it run out.
     """

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +45,21 @@ DRAIN_S = 3.0
 GRACE_S = 5.0
 """Seconds of the whole drain, and then of the calls under way."""
 
+
+def _leave_out_known_noise() -> None:
+    """Keeps out of this process's log what is so on every machine without a GPU, and nothing to act on: torch finds no
+    Triton, and vLLM uses names of torch.distributed that will go.
+    """
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+
+
 # a process that vLLM spawns, before it does anything else: it may not outlive the one that spawned it, however that
 # ends
 if __name__ == "__mp_main__":
     tie_to_parent()
     os.environ.update(tied_to_this_process())
+    _leave_out_known_noise()
 
 
 async def _main(args: ServiceArgs) -> None:
@@ -149,6 +160,7 @@ async def _start_engine(config: RolloutConfig, leftovers: Leftovers, *, forks: b
     leftovers.begin()
     sockets = {"VLLM_RPC_BASE_PATH": str(leftovers.folder)}
     os.environ.update({**start_environment(config), **sockets, **tied_to_this_process()})
+    _leave_out_known_noise()
     with _ending_at_once():
         with importing():
             from services.rollout.engine import VllmEngine

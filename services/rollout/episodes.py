@@ -142,7 +142,6 @@ class Episodes:
         self._continuation = Continuation(tokenizer, visual_tokens=prompts.visual_tokens)
         """Answers what the template can do, on the event loop."""
         self._problem = problem
-        self._prompts = prompts
         open_images = asyncio.Semaphore(NUM_OPENED)
         run_limits = RunLimits(
             max_prompt_tokens=settings.max_prompt_tokens,
@@ -209,15 +208,15 @@ class Episodes:
         """Implements GroupSampler.respond, one episode for each request. Waits while the environment is
         away or full. ConfigError when it never has places for all, EpisodeLostError, InvalidInputError as `sample`.
         """
-        for number in count():
-            group = f"{self._settings.run}/{name}/{number}"
+        numbers = count()
+        while True:
+            group = f"{self._settings.run}/{name}/{next(numbers)}"
             places = [_Place(f"{group}/{i}", group, 0, prompt, request) for i, request in enumerate(requests)]
             try:
                 return await self.play(places, self._places_for(len(places)))
             except EnvironmentAwayError as error:
                 logger.warning("%s waits: %s", name, error.message)
                 await asyncio.sleep(PLACE_S)
-        raise AssertionError
 
     @asynccontextmanager
     async def _places_for(self, num_places: int) -> AsyncIterator[None]:

@@ -162,7 +162,7 @@ class Replica:
                 "max_tokens, or as many as the model can)"
             )
 
-    def require_serving(self, policy_version: int | None = None) -> None:
+    def require_serving(self, policy_version: int | None) -> None:
         """UnavailableError (NotAttestedError before the first attestation) unless new requests are taken now, at
         `policy_version` when one is given.
         """

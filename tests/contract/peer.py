@@ -117,10 +117,10 @@ class Peer(controller_pb2_grpc.ControllerServiceServicer):
 
 @asynccontextmanager
 async def serving(
-    peer: Peer, rpc: RpcSection | None = None, bind: str = "127.0.0.1:0", *, client_certificates: bool = True
+    peer: Peer, rpc: RpcSection | None = None, bind: str = "127.0.0.1:0"
 ) -> AsyncIterator[tuple[Server, str]]:
     """A started server with `peer` behind it, and its address."""
-    server = Server(rpc or party(), bind, client_certificates=client_certificates)
+    server = Server(rpc or party(), bind)
     server.add(controller_pb2_grpc.add_ControllerServiceServicer_to_server, peer, SERVICE)
     address = await server.start()
     try:

@@ -53,6 +53,7 @@ def test_nobody_at_the_address_is_said_in_seconds(items: str | None, capsys: pyt
         (["127.0.0.1:1", "--items", "/none.jsonl"], "--items: cannot read"),
         (["127.0.0.1:1", "--bearer-token-file", "/none"], "bearer_token_file"),
         (["127.0.0.1:1", "--ca-file", "/none"], "ca_file: cannot read"),
+        (["127.0.0.1:1", "--junit", "/none/kit.xml"], "/none is no folder; make it"),
         (["127.0.0.1:1", "--timeout", "0"], "--timeout must be more than 0"),
         (["127.0.0.1:1", "--fast"], "unexpected argument"),
     ],

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -27,6 +28,7 @@ from rolecall.errors import (
     ConfigError,
     EpisodeLostError,
     RateLimitedError,
+    UnavailableError,
     VersionMismatchError,
 )
 from rolecall.reward import SERVICE_NAME, Scorer, description, new_server, one_by_one
@@ -67,6 +69,40 @@ async def test_an_environment_that_refuses_what_is_played_is_told_apart(tmp_path
         rows = read_file(written(tmp_path, {"ground_truth": "never"}))
         with pytest.raises(ConfigError, match=r"refuses line 1 .*mark those that it cannot begin"):
             await examine_environment(Peer(address), rows)
+
+
+async def test_a_call_that_runs_into_its_deadline_says_how_long_that_is_and_what_names_it() -> None:
+    class Slow(Honest):
+        async def Score(self, request: Any, context: Any) -> reward_pb2.ScoreResponse:
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    async with serving(Slow()) as address:
+        report = await examine_scorer(Peer(address), own_pool(), replace(QUICK, timeout_s=0.5))
+    assert broken(report) == ["results.complete"]
+    assert "DEADLINE_EXCEEDED: Score was not answered within 0.5 s (--timeout)" in report.text()
+
+
+async def test_where_one_side_alone_speaks_tls_the_way_of_the_call_is_told(tmp_path: Path) -> None:
+    pair = Authority(tmp_path / "tls").issue("scorer")
+    stranger = Authority(tmp_path / "theirs").issue("scorer")
+    spec = description("half", (0, 1), ("response_text",), {}, token_rewards=False, max_items=0)
+
+    async def said(rpc: RpcSection, ca_file: Path | None) -> str:
+        server = new_server(Scorer(spec, one_by_one(lambda item: 0.5, spec)), "localhost:0", rpc)
+        address = await server.start()
+        trusted = None if ca_file is None else str(ca_file)
+        try:
+            with pytest.raises(UnavailableError) as raised:
+                await examine(peer(address, ca_file=trusted, folder=None, token=None), None, QUICK)
+        finally:
+            await server.drain(0.0)
+        return raised.value.message
+
+    encrypted = rpc_section(pair.certificate_file, pair.key_file, behind_mesh=False)
+    assert "it was called in the clear: where it speaks TLS give --ca-file" in await said(encrypted, None)
+    for rpc, ca_file in ((RpcSection(), pair.ca_file), (encrypted, stranger.ca_file)):
+        assert "it was called over TLS: where it speaks none leave --ca-file" in await said(rpc, ca_file)
 
 
 async def test_both_contracts_at_one_address_get_a_report_each() -> None:

@@ -279,6 +279,7 @@ async def test_a_slow_scorer_is_a_retryable_failure_at_the_deadline(liar: Liar) 
         async with asyncio.timeout(30):
             (failure,) = failures(await client.score(items_of("a")))
     assert (failure.code, failure.retryable) == ("DEADLINE", True)
+    assert "; a call has 0.8 s (timeout_s)" in failure.message
     assert len(liar.requests) == 2
 
 

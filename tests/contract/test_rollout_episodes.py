@@ -36,7 +36,7 @@ from services.rollout.turns.observations import Observations
 from services.rollout.turns.prompts import PromptThread
 from tests.contract.environment_peers import client_of, environment
 from tests.contract.rollout_replica import CONSUMER, ReplicaUnderTest, generate_request, replica_under_test
-from tests.fixtures_store import StoreUnderTest
+from tests.fixtures_store import MakeStore, StoreUnderTest
 from tests.pictures import PAD
 from tests.smallest import smallest_tree
 from tests.tiny_tokenizer import EOS_TOKEN_ID, VISION_TEMPLATE, VISION_TOKENS, write_tokenizer
@@ -541,7 +541,7 @@ async def test_sessions_of_a_killed_rollout_are_closed_by_whoever_takes_its_grou
 
 
 async def test_another_run_of_the_name_is_not_fenced_by_what_the_environment_remembers_of_the_last(
-    store: StoreUnderTest, make_store: Callable[[str, str], StoreUnderTest], folder: Path
+    store: StoreUnderTest, make_store: MakeStore, folder: Path
 ) -> None:
     earlier = make_store(store.url, f"{store.run}-earlier")
     async with environment(Talk, **TURNS) as (address, _):

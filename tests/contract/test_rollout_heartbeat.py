@@ -5,7 +5,6 @@ ends nothing, and a replica that was stopped watches nothing any more.
 import asyncio
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +13,6 @@ import pytest
 from rolecall.errors import ChannelBrokenError, WorkerLostError
 from rolecall.rpc.membership import Membership
 from rolecall.rpc.role_process import stop_requested
-from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.prompts import Claim
 from rolecall.store.rows import Rows
@@ -23,26 +21,13 @@ from services.rollout.__main__ import _serve
 from services.rollout.activity import LOOK_S, feed_heartbeat
 from services.rollout.groups import MixedGroups, Room
 from services.rollout.scripted import ScriptedEngine
+from tests.conftest import MakeSettings
 from tests.contract.rollout_replica import CONSUMER, ReplicaUnderTest, replica_under_test
-from tests.fixtures_store import StoreUnderTest
+from tests.fixtures_store import MakeStore, StoreUnderTest
 from tests.tiny_tokenizer import write_tokenizer
+from tests.twins.publishing import Beat
 from tests.twins.rollout import BriefQueue, NumberTokenizer, RolloutTwin
 from tests.waiting import until
-
-MakeSettings = Callable[..., RunSettings]
-
-
-@dataclass
-class Counter:
-    """A Pulse that counts."""
-
-    phase: str = ""
-    busy: bool = False
-    count: int = 0
-
-    def progress(self) -> None:
-        """Counts."""
-        self.count += 1
 
 
 def owes(rollout: ReplicaUnderTest) -> bool:
@@ -100,7 +85,7 @@ async def test_a_load_is_owed_once_its_caller_has_left_and_not_while_it_is_waite
 async def test_the_heartbeat_is_fed_at_every_look(store: StoreUnderTest, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     async with replica_under_test(store, tmp_path, ScriptedEngine(token_s=0.01)) as rollout:
-        pulse = Counter()
+        pulse = Beat()
         showing = asyncio.create_task(feed_heartbeat(rollout.replica, pulse))
         await rollout.publish(1)
         rollout.engine.hold = True
@@ -129,7 +114,7 @@ async def test_what_only_says_that_an_engine_lives_is_no_progress_of_the_run(
     """Else a run in which nothing can go on would never be seen to stall."""
     write_tokenizer(tmp_path)
     async with replica_under_test(store, tmp_path, Pinged()) as rollout:
-        pulse = Counter()
+        pulse = Beat()
         await rollout.publish(1)
         showing = asyncio.create_task(feed_heartbeat(rollout.replica, pulse))
         await until(lambda: not owes(rollout))
@@ -156,7 +141,7 @@ async def test_a_rollout_moves_the_run_while_a_group_waits_for_a_place_in_its_en
     """An environment that is away or full is waited for without end: that is no stall. Nobody waits without a group."""
     write_tokenizer(tmp_path)
     async with replica_under_test(store, tmp_path, Pinged(), sampler=Crowded, environment="game") as rollout:
-        pulse = Counter()
+        pulse = Beat()
         await rollout.publish(1)
         showing = asyncio.create_task(feed_heartbeat(rollout.replica, pulse))
         for _ in range(10):
@@ -173,7 +158,7 @@ async def test_a_rollout_moves_the_run_while_a_group_waits_for_a_place_in_its_en
 
 @pytest.mark.timeout(300)
 async def test_a_store_that_goes_away_ends_no_rollout_and_its_groups_are_committed_when_it_is_back(
-    make_embedded_store: Callable[..., EmbeddedStore], make_store: Callable[[str, str], StoreUnderTest], tmp_path: Path
+    make_embedded_store: Callable[..., EmbeddedStore], make_store: MakeStore, tmp_path: Path
 ) -> None:
     write_tokenizer(tmp_path)
     server = make_embedded_store(tmp_path / "server")

@@ -1,6 +1,7 @@
 """The quickstart as people run it: the whole system, from nothing on disk to a trained model."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,8 @@ def test_grpo_selects_the_ascending_order_through_the_whole_system(tmp_path: Pat
     assert (tmp_path / "work" / "run" / "curves.png").stat().st_size > 10_000
     assert read_model(tmp_path / "work" / "trained").num_parameters == 1_033_600
     assert not [path for path in tmp_path.rglob("*") if path.is_socket()]
+    for log in (tmp_path / "work" / "run" / "logs").iterdir():  # what a newcomer reads first
+        assert not re.search("FutureWarning|Triton", log.read_text()), log.read_text()
 
 
 @pytest.mark.megatron

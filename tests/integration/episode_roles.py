@@ -27,7 +27,7 @@ from rolecall.store.sealed import read_ctl
 from rolecall.v1 import controller_pb2
 from services.rollout.activity import feed_heartbeat
 from services.rollout.scripted import ScriptedEngine
-from tests.twins.rollout import RolloutTwin
+from tests.twins.rollout import RolloutTwin, first_failure
 
 NUM_TURNS = 3
 TOKEN_S = 0.005
@@ -141,16 +141,9 @@ def rollout() -> int:
         membership.start()
         beating = asyncio.create_task(feed_heartbeat(twin.replica, membership))
         parts = [membership.failed, twin.pulling, beating]
-        await role_process.serve(twin.server, failed=asyncio.ensure_future(_first_failure(*parts)), grace_s=1.0)
+        await role_process.serve(twin.server, failed=asyncio.ensure_future(first_failure(*parts)), grace_s=1.0)
 
     return role_process.run(start, "rollout")
-
-
-async def _first_failure(*parts: "asyncio.Future[None]") -> None:
-    await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
-    for part in parts:
-        if part.done():
-            part.result()
 
 
 if __name__ == "__main__":

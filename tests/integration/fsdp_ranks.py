@@ -89,6 +89,15 @@ def weights_of(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.named_weights()}
 
 
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], atol: float) -> None:
+    """Holds two sets of tensors to the same names and, up to `atol`, values."""
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(
+            ours[name], theirs[name], rtol=0, atol=atol, msg=f"{name} differs by more than {atol}"
+        )
+
+
 def main(job: dict[str, Any], rank: int) -> None:
     """Runs the rank."""
     start_rank(RankSpec(rank, job["world_size"], rank, (), f"file://{job['rendezvous']}", 1, 60.0))

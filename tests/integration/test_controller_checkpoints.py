@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from rolecall.checkpoint.storage import open_storage
 from rolecall.data.dataset import load_prompts
 from rolecall.errors import BudgetSpentError, CheckpointMismatchError
 from rolecall.identity import kept, settle
-from rolecall.settings import RunSettings
 from rolecall.settings.services import STORE_SHARE
 from rolecall.store.budget import PromptBytes, StoreBudget
 from rolecall.v1 import controller_pb2 as pb
@@ -23,8 +21,6 @@ from services.controller import loop, threads
 from services.controller.durable.run_point import RunPoint
 from tests.twins.run import LightRun, TwinRun, balance, check_trained_once
 from tests.waiting import until
-
-MakeSettings = Callable[..., RunSettings]
 
 
 async def test_a_full_disk_costs_a_checkpoint_and_not_the_run(light_run: LightRun) -> None:

@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -27,7 +26,6 @@ from rolecall.reward import SERVICE_NAME as REWARD_SERVICE
 from rolecall.reward import Scorer, description, one_by_one
 from rolecall.rpc.callers import Caller
 from rolecall.scoring.scores import Item, Score
-from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
 from rolecall.store.position import GroupState, RunPosition
 from rolecall.store.rows import Rows
@@ -35,14 +33,13 @@ from rolecall.v1 import controller_pb2 as pb
 from rolecall.v1 import reward_pb2_grpc, training_pb2
 from services.controller.durable.run_point import Checkpoints
 from services.rollout.scripted import ScriptedEngine
+from tests.conftest import MakeSettings
 from tests.fixtures_store import StoreUnderTest
 from tests.integration.test_distillation import LightTeacher, section_of
 from tests.twins.callers import of_role, party
 from tests.twins.run import RUN_S, Life, LightRun, TwinRun, balance, check_trained_once, parity, served
 from tests.twins.trainer import ActorTwin
 from tests.waiting import until
-
-MakeSettings = Callable[..., RunSettings]
 
 
 async def test_a_controller_that_starts_again_goes_on_where_the_last_one_stopped(light_run: LightRun) -> None:

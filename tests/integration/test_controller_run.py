@@ -9,7 +9,6 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -43,7 +42,6 @@ from rolecall.launcher.supervisor import RUN_CALL_TIMEOUT_S
 from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring.scores import Item, Score
-from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
 from rolecall.trajectory import seed_of
 from rolecall.v1 import controller_pb2 as pb
@@ -63,7 +61,6 @@ from tests.twins.callers import party, playing
 from tests.twins.run import RUN_S, Life, LightRun, TwinRun, balance, check_trained_once, parity
 from tests.waiting import until
 
-MakeSettings = Callable[..., RunSettings]
 ROWS_OF_THE_MAIN_THREAD = """import signal
 def row(row):
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

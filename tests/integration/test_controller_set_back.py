@@ -2,20 +2,17 @@
 or says why it cannot. What is lost here is only said to be: real failovers are test_store_failover.py's.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rolecall.errors import InvalidInputError, StoreRolledBackError, UnavailableError
-from rolecall.settings import RunSettings
 from rolecall.store.ledger import Ledger
 from rolecall.v1.trajectory_pb2 import TrainBatch
+from tests.conftest import MakeSettings
 from tests.failover import check
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.run import TwinRun, twin_run
-
-MakeSettings = Callable[..., RunSettings]
 
 
 def another_server(store: StoreUnderTest, **fields: int) -> None:

@@ -5,14 +5,12 @@ success: counts, budgets, restarts.
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from rolecall.errors import BudgetSpentError, ConfigError
 from rolecall.scoring.scores import Item, Score
-from rolecall.settings import RunSettings
 from rolecall.telemetry import Metrics
 from rolecall.v1 import controller_pb2 as pb
 from rolecall.v1.trajectory_pb2 import TrainBatch
@@ -21,8 +19,6 @@ from tests.fixtures_store import StoreUnderTest
 from tests.twins.run import RUN_S, LightRun, TwinRun, parity
 from tests.twins.trainer import ActorTwin
 from tests.waiting import until
-
-MakeSettings = Callable[..., RunSettings]
 
 ADAPTIVE: dict[str, Any] = {
     "groups_per_batch": 4,

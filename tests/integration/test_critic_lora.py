@@ -23,7 +23,7 @@ from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, local_counts, pack
 from tests.checkpoint_rig import exported, load, save
 from tests.integration.exact_ranks import Job, Rank, combine, living_ranks, write_rows
-from tests.integration.fsdp_ranks import make_rows
+from tests.integration.fsdp_ranks import assert_same, make_rows
 from tests.tiny_models import write_qwen3, write_reward_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -78,14 +78,6 @@ def values_of(engine: FsdpEngine, rows: list[Row]) -> torch.Tensor:
     (outputs,) = engine.forward([pack(rows, [], temperature=1.0, device=CPU)])
     assert isinstance(outputs, ValueOutputs)
     return outputs.values_N
-
-
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], atol: float) -> None:
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(
-            ours[name], theirs[name], rtol=0, atol=atol, msg=f"{name} differs by more than {atol}"
-        )
 
 
 def peft_model(path: Path, start: dict[str, torch.Tensor]) -> tuple[PeftModel, dict[str, nn.Parameter]]:

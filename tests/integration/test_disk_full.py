@@ -22,18 +22,17 @@ from rolecall.disk import append_lines
 from rolecall.errors import DiskFullError, RoleCallError
 from rolecall.identity import settle
 from rolecall.launcher.run_record import keep_record, read_record
-from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.ledger import Ledger
 from rolecall.trackers import End, Trackers
 from rolecall.v1 import controller_pb2
 from services.controller.durable.saving import NO_ROOM
+from tests.conftest import MakeSettings
 from tests.file_sizes import files_up_to
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.launched import write_model
 from tests.twins.run import twin_run
 
-MakeSettings = Callable[..., RunSettings]
 MakeEmbeddedStore = Callable[..., EmbeddedStore]
 DISK_BYTES = 512 * 1024
 

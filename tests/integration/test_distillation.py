@@ -4,7 +4,6 @@ columns come before the seal.
 
 import asyncio
 import json
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,12 @@ import numpy as np
 import pytest
 
 from rolecall.errors import ConfigError
-from rolecall.settings import RunSettings
 from rolecall.v1 import reference_pb2, reference_pb2_grpc, training_pb2
 from rolecall.v1.trajectory_pb2 import RowRef
 from rolecall.wire import Array
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.run import LightRun, served
 from tests.waiting import until
-
-MakeSettings = Callable[..., RunSettings]
 
 
 class LightTeacher(reference_pb2_grpc.ReferenceServiceServicer):

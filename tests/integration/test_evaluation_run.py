@@ -5,7 +5,6 @@ and answers.
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -15,15 +14,14 @@ import pytest
 from rolecall.algorithms.pass_and_majority import pass_at_k
 from rolecall.errors import ScorerUnavailableError
 from rolecall.scoring.scores import Item, Score, ScoreFunction
-from rolecall.settings import RunSettings
 from rolecall.v1 import controller_pb2
 from services.controller.fleet import members
 from services.rollout.sampling import Sample, SampleRequest
 from services.rollout.scripted import ScriptedEngine
+from tests.conftest import MakeSettings
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.run import TwinRun, parity, twin_run
 
-MakeSettings = Callable[..., RunSettings]
 RUN_S = 60.0
 
 

@@ -4,17 +4,15 @@ leaves nothing behind.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 
 from rolecall.scoring.scores import Item
-from rolecall.settings import RunSettings
 from rolecall.store.audit import Report, audit
+from tests.conftest import MakeSettings
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.run import LightRun, TwinRun, parity
 
-MakeSettings = Callable[..., RunSettings]
 REMAX = {"groups_per_batch": 4, "advantage": {"kind": "remax"}}
 
 

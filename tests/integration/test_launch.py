@@ -1,5 +1,6 @@
 """`rolecall train` from the outside, over real processes: how it ends, what it leaves, what it says."""
 
+import os
 import signal
 import stat
 import subprocess
@@ -128,6 +129,27 @@ def test_what_a_role_started_ends_with_it(tmp_path: Path) -> None:
     processes.stop_all()
     assert len(started) == 2
     assert wait_until_gone(started, STOP_LIMIT_S) == []
+
+
+def test_a_log_that_is_emptied_under_a_role_goes_on_at_its_beginning(tmp_path: Path) -> None:
+    says_twice = "print('one', flush=True); input(); print('two', flush=True)"
+    to_role = tmp_path / "to_role"
+    os.mkfifo(to_role)
+    command = (sys.executable, "-c", f"import sys; sys.stdin = open({str(to_role)!r}); {says_twice}")
+    processes = Processes()
+    worker = Worker("reward", "reward", command, {}, tmp_path / "reward.log")
+    try:
+        role = processes.start(worker).process
+        with to_role.open("w") as line:
+            deadline = time.monotonic() + STOP_LIMIT_S
+            while "one" not in worker.log.read_text().splitlines() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            os.truncate(worker.log, 0)  # as logrotate's copytruncate does
+            line.write("go on\n")
+        assert role.wait(timeout=STOP_LIMIT_S) == 0
+        assert worker.log.read_bytes() == b"two\n"
+    finally:
+        processes.stop_all()
 
 
 def test_exits_are_told_in_order_with_a_controller_after_those_it_may_fail_of(tmp_path: Path) -> None:

@@ -15,9 +15,7 @@ import yaml
 from rolecall.commands.cli import main
 from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
-from tests.fixtures_store import StoreUnderTest
-
-MakeStore = Callable[[str, str], StoreUnderTest]
+from tests.fixtures_store import MakeStore, StoreUnderTest
 
 
 @pytest.fixture

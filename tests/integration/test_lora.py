@@ -26,7 +26,7 @@ from rolecall.training.options import EngineOptions
 from rolecall.training.packing.pack import Row, pack, unpack
 from tests import checkpoint_rig
 from tests.integration.fsdp_oracle import oracle_outputs
-from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
+from tests.integration.fsdp_ranks import assert_same, make_rows, train_step, weights_of
 from tests.tiny_models import write_deepseek_v2, write_gpt_oss, write_qwen3, write_qwen3_moe
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -103,14 +103,6 @@ def train_peft(model: PeftModel, rows: list[Row], num_steps: int) -> tuple[list[
         adamw.step()
         losses.append(float(loss.detach()))
     return losses, {name: p.detach() for name, p in parameters.items()}
-
-
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], atol: float) -> None:
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(
-            ours[name], theirs[name], rtol=0, atol=atol, msg=f"{name} differs by more than {atol}"
-        )
 
 
 def test_training_begins_with_an_adapter_that_peft_wrote(models: dict[str, Path], tmp_path: Path) -> None:

@@ -259,6 +259,58 @@ def test_a_filter_of_a_component_that_the_reward_does_not_have_is_told(tmp_path:
     assert "algorithm.filters.component 'left': the reward has no component of that name, it has ['right']" in problem
 
 
+DESCRIPTIONS: dict[str, reward_pb2.DescribeResponse | None] = {
+    "unknown": reward_pb2.DescribeResponse(
+        name="scorer", reads=[reward_pb2.SCORE_FIELD_UNSPECIFIED]
+    ),  # what grpc-js makes of a name that is none
+    "gaps": reward_pb2.DescribeResponse(name="scorer"),
+    "raises": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("described", "told"),
+    [
+        ("unknown", "reads the fields [0], which this release does not know; name some of its ScoreField"),
+        ("raises", "answers, and does not say what it is ("),
+        ("gaps", "names no fields that it reads: it is sent ids, finish reasons and lengths, and no response; correct"),
+    ],
+)
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_a_scorer_that_a_run_cannot_begin_with_is_told_and_a_shadow_or_a_gap_is_noted(
+    tmp_path: Path, described: str, told: str, weight: float
+) -> None:
+    def answer(request: bytes, context: Any) -> bytes:
+        spec = DESCRIPTIONS[described]
+        if spec is None:
+            context.abort(grpc.StatusCode.UNKNOWN, "no such model")
+        assert spec is not None
+        return spec.SerializeToString()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    handler: Any = grpc.unary_unary_rpc_method_handler(answer)
+    handlers = grpc.method_handlers_generic_handler("rolecall.v1.RewardService", {"Describe": handler})
+    server.add_generic_rpc_handlers((handlers,))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    scorer = f"{{scorer: {{kind: external, address: '{address}'}}, weight: {weight}}}"
+    other = "{scorer: {kind: length, max_tokens: 8}}"
+    out = io.StringIO()
+    problems = find_problems(
+        load_settings(write_light_config(tmp_path), [f"reward.components={{c: {scorer}, other: {other}}}"]), out
+    )
+    server.stop(0).wait()
+    where = f"{C}.address {address}"
+    if weight and described != "gaps":
+        (problem,) = problems
+        assert problem.startswith(f"{where} {told}")
+    else:
+        assert problems == []
+        noted = told if described != "raises" else "it answers, and failed when it was asked ("
+        (line,) = [line for line in out.getvalue().splitlines() if noted in line]
+        assert line.startswith(f"NOTE {where}")
+
+
 def test_another_role_at_an_address_is_told(tmp_path: Path, places: dict[str, str]) -> None:
     critic = ["critic.address=" + places["roles"], "algorithm.advantage={kind: gae}"]
     (told,) = find_problems(load_settings(write_light_config(tmp_path), critic), io.StringIO())

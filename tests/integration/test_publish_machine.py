@@ -30,7 +30,7 @@ from rolecall.store.embedded import EmbeddedStore
 from services.controller.publish.receivers import AttemptFailed
 from services.rollout.replica import Replica
 from tests.attestation import read_attested
-from tests.fixtures_store import StoreUnderTest
+from tests.fixtures_store import MakeStore, StoreUnderTest
 from tests.twins.collective import PHASES, Fault, Kind, RogueReplica, digest_of
 from tests.twins.publishing import RolloutProcess, gone, publishing_run
 
@@ -223,9 +223,7 @@ class PublishMachine(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def machine(
-    store_server: EmbeddedStore, make_store: Callable[[str, str], StoreUnderTest], tmp_path: Path
-) -> Callable[..., PublishMachine]:
+def machine(store_server: EmbeddedStore, make_store: MakeStore, tmp_path: Path) -> Callable[..., PublishMachine]:
     """Makes machines over runs of their own."""
     return lambda **options: PublishMachine(
         make_store(store_server.url, f"run-{uuid.uuid4().hex[:12]}"), tmp_path, **options

@@ -7,7 +7,7 @@ on (prompt, seed, weights) alone.
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ import pytest
 from rolecall.checkpoint.manifest import RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.launcher.plan import write_config
-from rolecall.settings import RunSettings
 from rolecall.store.embedded import EmbeddedStore
-from tests.fixtures_store import StoreUnderTest
+from tests.conftest import MakeSettings
+from tests.fixtures_store import MakeStore, StoreUnderTest
 from tests.ports import free_port
 from tests.tiny_models import write_qwen3
 from tests.twins.channel_engine import ChannelEngine
@@ -42,9 +42,6 @@ CRITIC_KILLS = [
     Instant("Train", "under way", 5),
     Instant("SaveCheckpoint", "sent", 2),
 ]
-
-MakeSettings = Callable[..., RunSettings]
-MakeStore = Callable[[str, str], StoreUnderTest]
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from rolecall.checkpoint.manifest import IDENTITY, RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.cli import main
 from rolecall.identity import settle
-from rolecall.launcher.plan import is_under_way, prepare_run_dir, write_config
+from rolecall.launcher.plan import write_config
 from rolecall.launcher.rewind import rewind
+from rolecall.launcher.run_dir import is_under_way, prepare_run_dir
 from rolecall.settings import load_settings
 from rolecall.store.ledger import Ledger
 from tests.failover import check

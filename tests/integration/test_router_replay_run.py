@@ -15,7 +15,7 @@ import pytest
 from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings
 from tests.chaos.scorer import score
-from tests.fixtures_store import StoreUnderTest
+from tests.fixtures_store import MakeStore, StoreUnderTest
 from tests.ports import free_port
 from tests.tiny_models import write_qwen3_moe
 from tests.tiny_tokenizer import write_tokenizer
@@ -35,7 +35,7 @@ MEASURED = tuple(f"actor/{name}" for name in ("mismatch_kl", "mismatch_all_p999"
 @pytest.mark.thorough("test_replaying_the_samplers_routing_brings_the_trainer_nearer_to_it")
 @pytest.mark.timeout(900)
 async def test_a_run_that_replays_its_samplers_routing_stays_nearer_to_it_in_every_step(
-    make_store: Callable[[str, str], StoreUnderTest],
+    make_store: MakeStore,
     store: StoreUnderTest,
     tmp_path: Path,
     make_settings: Callable[..., RunSettings],

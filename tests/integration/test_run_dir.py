@@ -14,7 +14,7 @@ from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.cli import main
 from rolecall.identity import kept
 from rolecall.launcher.finished import is_finished
-from rolecall.launcher.plan import holds_a_run
+from rolecall.launcher.run_dir import holds_a_run
 from rolecall.launcher.run_record import keep_record
 from rolecall.settings import load_settings
 from rolecall.v1 import controller_pb2

@@ -23,18 +23,18 @@ from rolecall.reward import SERVICE_NAME
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring.client import RewardClient
 from rolecall.scoring.description import component_spec
-from rolecall.settings import RpcSection, RunSettings
+from rolecall.settings import RpcSection
 from rolecall.v1 import reward_pb2, training_pb2
 from rolecall.v1.trajectory_pb2 import CommittedGroup
 from rolecall.wire import encode_tensor
 from services.controller.groups.group_scorer import GroupScorer
 from services.controller.step.measures import of_batch
 from services.controller.threads import StoreThreads
+from tests.conftest import MakeSettings
 from tests.contract.reward_peers import Liar, reward_service, serving, write_user_module
 from tests.fixtures_store import StoreUnderTest
 from tests.ports import free_port
 
-MakeSettings = Callable[..., RunSettings]
 Result = reward_pb2.ScoreResult
 NUM_RESPONSES = 2
 TIMEOUT_S = 0.5

@@ -22,7 +22,7 @@ from rolecall.settings import RunSettings
 from rolecall.weights.transfer import Reception, agreed_manifest
 from rolecall.weights.transferred import Transferred
 from tests.chaos.scorer import score
-from tests.fixtures_store import StoreUnderTest
+from tests.fixtures_store import MakeStore, StoreUnderTest
 from tests.ports import free_port
 from tests.tiny_models import write_qwen3
 from tests.tiny_tokenizer import write_tokenizer
@@ -137,7 +137,7 @@ async def under_way(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_a_model_trained_in_shifts_becomes_what_it_becomes_without(
-    make_store: Callable[[str, str], StoreUnderTest],
+    make_store: MakeStore,
     store: StoreUnderTest,
     tmp_path: Path,
     make_settings: Callable[..., RunSettings],

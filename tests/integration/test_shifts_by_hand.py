@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rolecall.launcher.plan import prepare_run_dir
+from rolecall.launcher.run_dir import prepare_run_dir
 from rolecall.lifeline import tied
 from rolecall.settings import RunSettings, load_settings
 from rolecall.shifts import Post

@@ -3,18 +3,15 @@ too. Nothing is lost, and nothing trained twice.
 """
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rolecall.settings import RunSettings
+from tests.conftest import MakeSettings
 from tests.failover import check, failing_over, strike
-from tests.fixtures_store import StoreUnderTest
+from tests.fixtures_store import MakeStore
 from tests.servers import Clustered, PlainServers
 
-MakeStore = Callable[[str, str], StoreUnderTest]
-MakeSettings = Callable[..., RunSettings]
 SPREAD = {"num_shards": 3}
 
 

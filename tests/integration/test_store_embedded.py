@@ -26,10 +26,9 @@ from rolecall.store.embedded import EmbeddedStore
 from rolecall.store.position import GroupState
 from rolecall.store.probe import place_of
 from rolecall.v1.trajectory_pb2 import RowRef, TrajectoryMeta
-from tests.fixtures_store import DIGEST, StoreUnderTest
+from tests.fixtures_store import DIGEST, MakeStore, StoreUnderTest
 
 MakeEmbeddedStore = Callable[..., EmbeddedStore]
-MakeStore = Callable[[str, str], StoreUnderTest]
 
 
 def gone(pid: int, timeout_s: float = 10.0) -> bool:

@@ -2,18 +2,15 @@
 checkpoint, and nothing is trained twice or lost in silence.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rolecall.settings import RunSettings
+from tests.conftest import MakeSettings
 from tests.failover import check, failing_over, strike
-from tests.fixtures_store import StoreUnderTest
+from tests.fixtures_store import MakeStore
 from tests.servers import PlainServers, Replicated, until
 
-MakeStore = Callable[[str, str], StoreUnderTest]
-MakeSettings = Callable[..., RunSettings]
 LOST = "the store lost what it had acknowledged"
 
 

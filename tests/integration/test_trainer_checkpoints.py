@@ -43,7 +43,6 @@ from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
 from tests.s3_server import s3_bucket
 from tests.tiny_models import write_qwen3
 
-ROOT = Path(__file__).parents[2]
 NUM_KILLS = 60
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from rolecall.errors import CheckpointMismatchError, OutOfOrderError, RowMissingError
 from rolecall.launcher.plan import ranks_command
 from rolecall.rpc.channel import open_channel
-from rolecall.training.account.memory import PHASES
+from rolecall.training.account.memory import Phase
 from rolecall.training.serving.applied import TORN
 from rolecall.v1 import actor_pb2_grpc
 from rolecall.v1.training_pb2 import (
@@ -45,7 +45,13 @@ LAYOUTS = [(1, 1), (2, 1), (2, 2)]
 """Ranks, and how many of them share each sequence."""
 OF_THE_MACHINE = {
     f"actor/{name}"
-    for name in ("read_s", "gathered_bytes", "tokens_per_s", "tflops", *(f"{phase}_peak_bytes" for phase in PHASES))
+    for name in (
+        "read_s",
+        "gathered_bytes",
+        "tokens_per_s",
+        "tflops",
+        *(f"{phase}_peak_bytes" for phase in get_args(Phase)),
+    )
 }
 """Metrics that may differ."""
 GONE = RowRef(id="99/0", token="r.0-1", num_tokens=9)

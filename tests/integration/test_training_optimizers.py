@@ -21,7 +21,7 @@ from rolecall.training.serving.hooks import nothing
 from rolecall.training.state.learning_rate import learning_rate
 from tests import checkpoint_rig
 from tests.integration.exact_ranks import Answer, Job, Ranks, living_ranks, write_rows
-from tests.integration.fsdp_ranks import make_rows
+from tests.integration.fsdp_ranks import make_rows, weights_of
 from tests.tiny_models import write_gpt_oss, write_qwen3, write_qwen3_moe
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -72,10 +72,6 @@ def make_engine(
 def add_gradients(engine: FsdpEngine, rows: list[Row]) -> None:
     packed = pack(rows, ["loss_mask"], temperature=1.0, device=CPU)
     engine.forward_backward([packed], SftObjective(local_counts(rows)))
-
-
-def weights_of(engine: FsdpEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.named_weights()}
 
 
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

@@ -117,6 +117,22 @@ def test_gradients_are_the_same_however_microbatches_are_cut_and_activations_are
         torch.testing.assert_close(gradient, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()) + 1e-8)
 
 
+def test_in_a_run_of_text_the_last_layer_and_the_head_keep_their_activations(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolecall.training.model.activation_offload.LEAST_BYTES", 1)
+    rows, path = [make_row([], [61, 62, 63])], paths["qwen3_vl"]
+    engine = make_engine(
+        path, optimizer=SECTION, gradient_checkpointing=True, activation_offload=True, shows_images=False
+    )
+    microbatch = packed(path, rows, ("loss_mask",))
+    engine.forward_backward([microbatch], SftObjective(local_counts(rows)))
+    config = engine.config.get_text_config()
+    input_bytes = len(microbatch.token_ids_N) * config.hidden_size * 4
+    assert engine._activations is not None
+    assert input_bytes <= engine._activations.num_bytes < config.num_hidden_layers * input_bytes
+
+
 def test_two_images_of_one_size_under_the_same_tokens_are_computed_apart(paths: dict[str, Path]) -> None:
     rows = [make_row([WIDE], [80, 81]), make_row([OTHER_WIDE], [80, 81])]
     apart = packed(paths["qwen3_vl"], rows)

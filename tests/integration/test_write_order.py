@@ -5,7 +5,6 @@ leave the store, and rows are kept before they are scored.
 import asyncio
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,18 @@ import redis
 
 from rolecall.rpc.channel import open_channel
 from rolecall.scoring.client import RewardClient
-from rolecall.settings import RpcSection, RunSettings
+from rolecall.settings import RpcSection
 from rolecall.store import scripts
 from rolecall.store.connection import Connection
 from rolecall.store.ledger import Ledger
 from rolecall.trajectory import rows_of
 from services.controller.groups.group_scorer import GroupScorer
 from services.controller.threads import StoreThreads
+from tests.conftest import MakeSettings
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.run import LightRun, balance
 from tests.waiting import until
 
-MakeSettings = Callable[..., RunSettings]
 ESTIMATOR = """
 from pathlib import Path
 import redis

@@ -18,7 +18,7 @@ from rolecall.errors import RoleCallError
 from rolecall.rpc.listening import require_ports
 from rolecall.settings import WeightBackend, WeightsSection
 from rolecall.training.ranks.watch import RankWatch
-from rolecall.training.serving.hooks import UNWATCHED
+from rolecall.training.serving.hooks import ProcessHooks
 from rolecall.weights.channel import Channel, join
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import FurtherRoot, Publisher
@@ -128,7 +128,7 @@ def listening_ports(pipe: Connection, ports: str) -> None:
     enter_namespace()
     Path("/proc/sys/net/ipv4/ip_local_port_range").write_text(ports.replace("-", " "))
     require_ports(WeightsSection(ports=ports))
-    watch = RankWatch(UNWATCHED, 0, 2)
+    watch = RankWatch(ProcessHooks(), 0, 2)
     watch.listen("127.0.0.1")
     publisher, weights = Publisher(torch.device("cpu")), [("weight", torch.ones(1000))]
     address = publisher.open(1, 3, "127.0.0.1", "gloo", MEET_S)

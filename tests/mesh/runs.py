@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.errors import RoleCallError
-from rolecall.launcher.plan import plan_workers, prepare_run_dir, write_config
+from rolecall.launcher.plan import plan_workers, write_config
 from rolecall.launcher.processes import FINAL_CODES, Processes, Worker
+from rolecall.launcher.run_dir import prepare_run_dir
 from rolecall.rpc.callers import Caller
 from rolecall.rpc.channel import open_channel
 from rolecall.rpc.identity import acting_as

@@ -31,7 +31,6 @@ HANG_S = 8.0
 """Longer than the lease: the controller has given up those behind the sidecar when it comes back."""
 NUM_CUT, MAX_KILLS = 3, 30
 """Calls of Train to be cut off, and kills of the actor's sidecar that it may take to hit so many."""
-TRAINING = ("training of", "actor: microbatch", "critic: microbatch")
 TRAIN = "/rolecall.v1.ActorService/Train"
 
 

@@ -145,3 +145,11 @@ class NumberTokenizer(ChatTokenizer):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
+
+
+async def first_failure(*parts: "asyncio.Future[None]") -> None:
+    """Raises what the first failing part raised; a pull loop that was drained ends well and ends nothing."""
+    await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
+    for part in parts:
+        if part.done():
+            part.result()

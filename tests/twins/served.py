@@ -281,7 +281,7 @@ async def served_reference_rig(settings: RunSettings, instance: str, store: Stor
     """Serves the reference `instance`."""
     connection = store.connect()
     device_thread = DeviceThread()
-    engine = await _built(device_thread, lambda: reference_ranks.build(settings, instance, connection))
+    engine = await _built(device_thread, lambda: reference_ranks.build(settings, instance, connection, ProcessHooks()))
     fence = Fence(lambda: read_ctl(connection, settings.run.name))
     calls = ColumnCalls(engine, device_thread, fence, settings.references[instance].token_budget)
     server = Server(party(), "127.0.0.1:0")

@@ -424,7 +424,7 @@ def test_over_megatron_ranks_that_share_matrices_share_tokens_too(told_of_32b: C
     assert "8.6 GiB of activations a rank, with gradient_checkpointing\n" in told_of_32b(actor=actor)
 
 
-def test_how_many_responses_a_gpu_s_cache_holds_is_told_and_none_is_refused(told_of_32b: Callable[..., str]) -> None:
+def test_how_many_responses_a_cache_holds_is_told_and_none_is_refused(told_of_32b: Callable[..., str]) -> None:
     said = told_of_32b()
     assert (
         "keys and values (estimate): 64 KiB a token on each worker; 52.7 GiB hold 864,158 tokens, 25 responses" in said
@@ -434,6 +434,8 @@ def test_how_many_responses_a_gpu_s_cache_holds_is_told_and_none_is_refused(told
     assert "25 responses at their longest\n" in few
     given = told_of_32b(rollout={"kv_cache_bytes": 2**32})
     assert "4.0 GiB hold 65,536 tokens, 1 responses" in given
+    on_cpus = told_of_32b(rollout={"devices": [], "kv_cache_bytes": 2**32})
+    assert "4.0 GiB hold 65,536 tokens, 1 responses at their longest, of up to 256 at a time" in on_cpus
     unknown = told_of_32b(rollout={"num_replicas": 0})
     assert "64 KiB a token on each worker\n" in unknown
     one = {"devices": [[8]], "tensor_parallel_size": 1}

@@ -16,9 +16,11 @@ from rolecall.errors import GenerationError, RoleCallError, ScorerError, Unavail
 from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.v1 import reward_pb2, rollout_pb2, trajectory_pb2
-from services.controller import evaluation
 from services.controller.board import RunBoard
-from services.controller.evaluation import ROUNDS, TRIES, Evaluation, HeldOutSet, Patience
+from services.controller.evaluation import evaluation
+from services.controller.evaluation.evaluation import ROUNDS, TRIES, Evaluation, Patience
+from services.controller.evaluation.responses import Response
+from services.controller.evaluation.sets import HeldOutSet
 from tests.waiting import until
 
 NUM_PROMPTS, NUM_RESPONSES, VERSION = 3, 2, 7
@@ -102,9 +104,10 @@ async def evaluated(
     settings: RunSettings | None = None,
     images: Mapping[int, tuple[ImageFile, ...]] = {},
     sources: tuple[str | None, ...] = (),
+    num_prompts: int = NUM_PROMPTS,
 ) -> dict[str, float]:
     section = EvaluationSet.model_validate({"path": "held.jsonl", "num_responses": NUM_RESPONSES})
-    prompts = [trajectory_pb2.Prompt(uid=str(i), token_ids=np.ones(2, "<i4").tobytes()) for i in range(NUM_PROMPTS)]
+    prompts = [trajectory_pb2.Prompt(uid=str(i), token_ids=np.ones(2, "<i4").tobytes()) for i in range(num_prompts)]
     members: Any = fleet or Replicas(list(replicas))
     reward: Any = scorer or Scorer()
     settings = settings or make_settings(controller={"lease_s": LEASE_S})
@@ -394,6 +397,27 @@ async def test_responses_that_are_never_scored_cost_no_others_theirs(make_settin
     assert scorer.num_asked == 2 + TRIES, "with all others, with one of them, and then alone"
 
 
+async def test_a_slow_scorer_is_late_once_for_a_number_of_items_and_not_for_every_call(
+    make_settings: Callable[..., RunSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Scorer):
+        num_items: ClassVar[list[int]] = []
+
+        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
+            self.num_items.append(len(items))
+            if len(items) <= 2 * NUM_RESPONSES:
+                return await super().score(items)
+            await asyncio.sleep(settings.reward.timeout_s)
+            return [Failure("DEADLINE", "late", retryable=True) for _ in items]
+
+    monkeypatch.setattr(evaluation, "SCORE_CHUNK", 8 * NUM_RESPONSES)
+    settings = make_settings(reward={"address": "scorer:1", "timeout_s": 0.1})
+    values = await evaluated(make_settings, Replica("r.0"), scorer=Slow(), settings=settings, num_prompts=32)
+    assert values["eval/held/missing"] == 0
+    late, in_time = [8, 4], [2] * 16
+    assert Slow.num_items == [NUM_RESPONSES * num for num in late + in_time]
+
+
 async def test_the_loop_goes_on_while_the_items_of_a_large_set_are_made(
     make_settings: Callable[..., RunSettings],
 ) -> None:
@@ -416,7 +440,7 @@ async def test_the_loop_goes_on_while_the_items_of_a_large_set_are_made(
     reward: Any = Counting()
     looking = asyncio.create_task(look())
     async with asyncio.timeout(60) as limit:
-        responses = [evaluation._Response(prompt, answer, ())] * 20_000
+        responses = [Response(prompt, answer, ())] * 20_000
         whole = Evaluation(make_settings(), members, reward, RunBoard(), [])
         await whole._score(responses, Patience(RunBoard(), 60, limit))
     looking.cancel()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rolecall.algorithms.curriculum import is_visited
-from rolecall.data import dataset
+from rolecall.data import row_files
 from rolecall.data.dataset import RawPrompt, load_prompts
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.tokenizer import ChatTokenizer
@@ -331,7 +331,7 @@ def test_rows_are_drawn_evenly_from_all_files_keep_their_ids_and_the_others_are_
 def test_millions_of_rows_are_told_of_while_they_are_read_and_share_the_names_of_their_fields(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataset, "TOLD_ROWS", 3)
+    monkeypatch.setattr(row_files, "TOLD_ROWS", 3)
     said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}]
     rows = write(tmp_path / "p.jsonl", *({"prompt": said, "level": {"of the row": i}} for i in range(7)))
     told = list[str]()

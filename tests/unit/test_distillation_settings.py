@@ -3,7 +3,6 @@ what a batch is sealed with.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from rolecall.v1 import trajectory_pb2
 from rolecall.wire import Array
 from services.controller.groups.assembly import ScoredGroup
 from services.controller.step.preparation import columns_read, prepare
+from tests.conftest import MakeSettings
 
-MakeSettings = Callable[..., RunSettings]
 ELSEWHERE = RewardSection(address="scorer:1")
 ROUTED = {"field": "subject", "teachers": {"math": "reckoner", "code": "coder"}}
 RANKED = {"placement": "loss", "top_k": 4}

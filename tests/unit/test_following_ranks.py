@@ -30,4 +30,4 @@ async def test_a_rank_obeys_in_the_thread_that_made_its_gpu_the_current_one(make
     met = threading.Barrier(8)
     await asyncio.gather(*(asyncio.to_thread(met.wait, 60) for _ in range(8)))
     for _ in range(50):
-        await follow(args, Rank)
+        await follow(args, Rank, None)

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from rolecall.errors import CheckpointMismatchError, ConfigError, NotFoundError
 from rolecall.identity import FILE, FIXED, kept, run_id, settle
 from rolecall.launcher.plan import write_config
 from rolecall.settings import RunSettings, load_settings, load_sft_settings
+from tests.conftest import MakeSettings
 from tests.twins.launched import write_light_config, write_model
 
-MakeSettings = Callable[..., RunSettings]
 DATA = [{"prompt": f"{i} + {i}", "ground_truth": str(2 * i)} for i in range(4)]
 
 

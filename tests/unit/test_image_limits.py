@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rolecall.commands.check.footprint import memory_and_disk
-from rolecall.data.image_limits import check_images
+from rolecall.data.images.limits import check_images
 from rolecall.data.model_files import check_trainable, read_model
 from rolecall.data.parameter_counts import actor_parameters, critic_parameters
 from rolecall.errors import ConfigError

@@ -23,7 +23,7 @@ from PIL.PngImagePlugin import PngInfo
 from pydantic import ValidationError
 
 from rolecall.commands.check import check
-from rolecall.data.dataset import PARQUET_ROWS, RawPrompt, load_prompts, read_rows
+from rolecall.data.dataset import RawPrompt, load_prompts
 from rolecall.data.engine_limits import check_engine
 from rolecall.data.images.files import FORMATS, MAX_BYTES, image_size, media_type, open_image
 from rolecall.data.images.prompts import PromptEncoder
@@ -35,6 +35,7 @@ from rolecall.data.images.tokens import (
     require_visual_tokens,
     run_lengths,
 )
+from rolecall.data.row_files import PARQUET_ROWS, read_rows
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment import Image as Shown
 from rolecall.environment import Message, Task
@@ -45,7 +46,7 @@ from rolecall.store.position import RunPosition
 from rolecall.v1 import trajectory_pb2
 from services.controller.board import RunBoard
 from services.controller.config import admission_policy
-from services.controller.evaluation import load_sets
+from services.controller.evaluation.sets import load_sets
 from services.controller.groups.assembly import Assembly
 from services.controller.groups.intake import Intake
 from services.controller.groups.prompts import Cursor, PromptRenderer, PromptSequence

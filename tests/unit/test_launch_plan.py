@@ -17,16 +17,9 @@ from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.check import find_problems
 from rolecall.errors import ConfigError, NotFoundError, RunExistsError
 from rolecall.launcher.last_words import describe_failure, last_words
-from rolecall.launcher.plan import (
-    _bind,
-    metrics_binds,
-    plan_workers,
-    prepare_run_dir,
-    resolve,
-    role_environment,
-    write_config,
-)
+from rolecall.launcher.plan import _bind, metrics_binds, plan_workers, resolve, role_environment, write_config
 from rolecall.launcher.processes import Worker
+from rolecall.launcher.run_dir import prepare_run_dir
 from rolecall.launcher.run_record import RunRecord
 from rolecall.launcher.supervisor import train
 from rolecall.launcher.used_store import require_used_store

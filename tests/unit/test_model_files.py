@@ -162,6 +162,10 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
         edit("config.json", model_type="qwen3_5"),
         " is a model of text and images; train its language model alone, which transformers saves",
     ),
+    (
+        edit("config.json", model_type="mamba2"),
+        " is of model_type 'mamba2', which keeps a state from token to token, and packed sequences would hand",
+    ),
     (edit("config.json", is_encoder_decoder=True), " is an encoder-decoder model; use a causal language model"),
     (
         edit("config.json", num_attention_heads=4, num_key_value_heads=3),

@@ -1,20 +1,17 @@
 """The calls to references that score a batch in their shift."""
 
 import asyncio
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from rolecall.errors import BudgetSpentError, UnavailableError
-from rolecall.settings import RunSettings
 from rolecall.v1 import training_pb2
 from rolecall.v1.trajectory_pb2 import RowRef
 from services.controller.board import RunBoard
 from services.controller.step.reference_shift import BUDGETS_A_CALL, ReferenceShift
-
-MakeSettings = Callable[..., RunSettings]
+from tests.conftest import MakeSettings
 
 
 class FakeReference:

@@ -19,11 +19,7 @@ from rolecall.v1 import reward_pb2, trajectory_pb2
 from rolecall.wire import Array, decode_tensor, encode_tensor
 from services.reward.compose import compose, compose_spec
 
-TEXT, TRUTH, TOKENS = (
-    reward_pb2.SCORE_FIELD_RESPONSE_TEXT,
-    reward_pb2.SCORE_FIELD_GROUND_TRUTH,
-    reward_pb2.SCORE_FIELD_TOKEN_IDS,
-)
+TEXT, TRUTH = reward_pb2.SCORE_FIELD_RESPONSE_TEXT, reward_pb2.SCORE_FIELD_GROUND_TRUTH
 ITEM = reward_pb2.ScoreItem(id="7/0", num_response_tokens=2)
 
 

@@ -1,6 +1,5 @@
 """No password stands in config.yaml: those of URLs are refused with where to put them, the store's is left out."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,8 @@ from pydantic import SecretStr, ValidationError
 
 from rolecall.errors import ConfigError
 from rolecall.launcher.plan import write_config
-from rolecall.settings import RunSettings, StoreSection, load_settings
-
-MakeSettings = Callable[..., RunSettings]
+from rolecall.settings import StoreSection, load_settings
+from tests.conftest import MakeSettings
 
 
 def run(url: str) -> dict[str, Any]:

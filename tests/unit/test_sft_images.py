@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from rolecall.data import sft_examples
 from rolecall.data.continuation import Continuation
-from rolecall.data.image_limits import check_sft_images
 from rolecall.data.images.files import ImageFile
+from rolecall.data.images.limits import check_sft_images
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.images.spool import Spool
 from rolecall.data.images.tokens import require_visual_tokens, run_lengths

@@ -25,9 +25,9 @@ from rolecall.trackers import MAX_SHOWN, End, TrackedRun, Trackers, background_t
 from rolecall.trackers.background_tracker import BackgroundTracker
 from rolecall.trackers.mlflow import MAX_NAME_CHARS, metric_name
 from rolecall.trackers.tracker import shown_configuration, tables_of
+from tests.conftest import MakeSettings
 
 ROOT = Path(__file__).parents[2]
-MakeSettings = Callable[..., RunSettings]
 WAIT_S = 60.0
 """Bound on waits for events, generous: the machine may be busy."""
 PAUSE_S = 0.01

@@ -9,7 +9,8 @@ import pytest
 
 from rolecall.commands import steer
 from rolecall.errors import NotFoundError, RoleCallError, StoreUnavailableError, UnauthenticatedError, UnavailableError
-from rolecall.launcher.plan import run_lock, write_config
+from rolecall.launcher.plan import write_config
+from rolecall.launcher.run_dir import run_lock
 from rolecall.launcher.run_record import INTERRUPTED, keep_record
 from rolecall.rpc.callers import Caller
 from rolecall.rpc.identity import acting_as

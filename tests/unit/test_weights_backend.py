@@ -49,6 +49,9 @@ def test_deltas_go_through_host_memory_also_where_all_are_on_gpus(make_settings:
         ({"weights": {"deltas": True, "backend": "shared"}}, "does nothing over shared"),
         ({"weights": {"deltas": True, "backend": "nccl"}}, "does nothing over nccl"),
         ({"weights": {"deltas": True}, "actor": {"lora": {}}}, "adapters are small"),
+        ({"weights": {"host": "0.0.0.0"}}, "'0.0.0.0' is every interface"),
+        ({"weights": {"host": "::"}}, "'::' is every interface"),
+        ({"weights": {"host": ""}}, "'' is every interface"),
         ({"weights": {"merge_adapters": True}}, "the actor has no adapters"),
     ],
 )

@@ -111,7 +111,7 @@ def _gpu() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", type=int, choices=(1, 2, 3, 4, 5, 6, 7), required=True)
+    parser.add_argument("--part", type=int, choices=range(1, 9), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for the table, the figures and the logs")
     parser.add_argument("--dry", action="store_true", help="on CPUs, with tiny shapes: does it still run?")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of checks")

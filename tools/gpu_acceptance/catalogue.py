@@ -1,4 +1,4 @@
-"""The 27 checks: where each is found, to which part it belongs and how long it may take. Imports nothing heavy."""
+"""The 28 checks: where each is found, to which part it belongs and how long it may take. Imports nothing heavy."""
 
 from dataclasses import dataclass
 
@@ -49,6 +49,7 @@ CATALOGUE = (
     Check(25, 6, "images: Qwen2.5-VL beside vLLM", f"{_CHECKS}.images:check_qwen2_5_vl", 260),
     Check(26, 6, "images: Qwen3-VL beside vLLM", f"{_CHECKS}.images:check_qwen3_vl", 260),
     Check(27, 7, "pytest -m gpu, compiled layers", f"{_CHECKS}.machine:check_compiled", 510),
+    Check(28, 8, "Megatron-Core beside FSDP2", f"{_CHECKS}.megatron:check_megatron", 200),
 )
 
 

@@ -13,7 +13,7 @@ from rolecall.algorithms.advantages.time import backward_sums
 from rolecall.wire import Array
 
 
-def grpo(totals_B: Array, gids_B: Array, *, normalize_std: bool = True) -> Array:
+def grpo(totals_B: Array, gids_B: Array, *, normalize_std: bool) -> Array:
     """float64 [B]: (r_i - mean(group)) / (std(group) + eps) (GRPO, arXiv:2402.03300, section 4.1.2); without std,
     Dr.GRPO's centring (arXiv:2503.20783).
 
@@ -24,7 +24,7 @@ def grpo(totals_B: Array, gids_B: Array, *, normalize_std: bool = True) -> Array
     return groups.normalized(totals_B) if normalize_std else groups.centred(totals_B)
 
 
-def grpo_process(batch: ScoredBatch, *, normalize_std: bool = True) -> Estimate:
+def grpo_process(batch: ScoredBatch, *, normalize_std: bool) -> Estimate:
     """Each step's reward is normalised over all steps of the group; a token's advantage is the sum of those from its
     step on (arXiv:2402.03300, section 4.1.3).
 

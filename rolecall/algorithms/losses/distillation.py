@@ -31,7 +31,7 @@ def forward_topk_kl_N(logprobs_Nk: torch.Tensor, teacher_logprobs_Nk: torch.Tens
 
 
 def reverse_kl_N(
-    logprobs_N: torch.Tensor, teacher_logprobs_N: torch.Tensor, max_log_ratio: float | None = None
+    logprobs_N: torch.Tensor, teacher_logprobs_N: torch.Tensor, max_log_ratio: float | None
 ) -> torch.Tensor:
     """[N], differentiable in logprobs_N: log(policy / teacher) of the sampled token, held within +-max_log_ratio, with
     the gradient of (log ratio)^2 / 2, which is that of KL(policy || teacher) on average (kl.py's k1 with k2's).

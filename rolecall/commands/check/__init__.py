@@ -28,7 +28,7 @@ from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.checks import explain_environments
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.identity import newest_checkpoint
-from rolecall.launcher.plan import holds_a_run, require_folders
+from rolecall.launcher.run_dir import holds_a_run, require_folders
 from rolecall.settings import (
     CustomAdvantage,
     ExternalScorer,

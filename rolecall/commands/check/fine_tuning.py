@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rolecall.commands.check.preflight import NOTE
 from rolecall.data.adapters import check_start, num_adapter_parameters
-from rolecall.data.image_limits import check_sft_images
+from rolecall.data.images.limits import check_sft_images
 from rolecall.data.megatron_limits import check_megatron, require_installed
 from rolecall.data.model_files import (
     ModelFacts,

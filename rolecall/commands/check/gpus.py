@@ -1,5 +1,5 @@
 """The memory of GPUs at the height of their work, in lines of `rolecall check`: a trainer's state with the activations
-of a microbatch, a rollout's keys and values, and what a publish takes beside them.
+of a microbatch, a rollout's keys and values, on CPUs, too, and what a publish takes beside them.
 
 Estimates, so that they are notes where GPUs have less; refused is only what no engine could do.
 """
@@ -68,15 +68,15 @@ def passes(settings: RunSettings | SftSettings, facts: ModelFacts, trainer: Trai
 
 
 def cache(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
-    """Yields the line on a rollout's keys and values on GPUs. ConfigError where they could not be one response's."""
+    """Yields the line on a rollout's keys and values. ConfigError where on GPUs they could not be one response's."""
     rollout, path = settings.rollout, settings.model.path
     cached = num_cached_per_token(path, rollout.tensor_parallel_size, rollout.pipeline_parallel_size)
-    if not rollout.devices or not cached or "kv_cache_dtype" in rollout.engine:
+    if not cached or "kv_cache_dtype" in rollout.engine:
         return
     per_token = cached * (4 if settings.model.dtype == "float32" else 2)
     line = f"keys and values (estimate): {per_token / 2**10:,.0f} KiB a token on each worker"
     gpus = gpu_memory_bytes() if rollout.num_replicas else {}
-    room = float(rollout.kv_cache_bytes or 0)
+    room = float(rollout.cache_bytes or 0)
     if gpus and not room:
         used = [device for replica in rollout.devices for device in replica]
         share = plan_shifts(settings, facts, gpus).share if settings.takes_shifts else None
@@ -95,7 +95,7 @@ def cache(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         if 0 < together < rollout.max_num_seqs
         else ""
     )
-    if not together:
+    if not together and rollout.cache_bytes is None:  # else refused, by check_cache
         yield (
             f"{NOTE} rollout: its cache holds about {room / per_token:,.0f} tokens, and vLLM starts only where it "
             f"holds a prompt and a response of {longest:,}; raise rollout.tensor_parallel_size with more devices, or "

@@ -7,7 +7,7 @@ from rolecall.commands.check.capacity import check_cache
 from rolecall.commands.check.preflight import NOTE
 from rolecall.data.adapters import check_start, with_modules
 from rolecall.data.engine_limits import check_engine
-from rolecall.data.image_limits import check_images
+from rolecall.data.images.limits import check_images
 from rolecall.data.megatron.stages import head_of, split_layers
 from rolecall.data.megatron_limits import check_megatron, require_installed
 from rolecall.data.mixture import read_mixture

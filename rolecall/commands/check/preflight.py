@@ -12,13 +12,14 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import grpc
 
 from rolecall.address import is_unix
+from rolecall.commands.check.scorers import scorer_fits
 from rolecall.environment.checks import environment_fits
 from rolecall.environment.client import environment_channel
 from rolecall.environment.server import SERVICE_NAME as ENVIRONMENT
@@ -32,6 +33,7 @@ from rolecall.rpc.identity import acting_as
 from rolecall.rpc.listening import require_ports, require_tls, why_not
 from rolecall.rpc.presence import LOOK_S, Ask, health_of, look
 from rolecall.scoring.client import algorithm_problem, open_client, open_external, taken_problem
+from rolecall.scoring.description import spec_problem
 from rolecall.settings import (
     AddressSection,
     AlgorithmSection,
@@ -43,10 +45,11 @@ from rolecall.settings import (
     ServiceSection,
     child_environment,
     scorer_environment,
+    shadows_of,
 )
 from rolecall.store.embedded import find_binary
 from rolecall.store.probe import find_store
-from rolecall.v1 import controller_pb2, controller_pb2_grpc, reward_pb2, reward_pb2_grpc
+from rolecall.v1 import controller_pb2, controller_pb2_grpc, reward_pb2
 
 NOTE = "NOTE"
 """Begins a line that whoever starts the run is told as well."""
@@ -174,6 +177,8 @@ class _Place:
     """The service that should answer there."""
     ask: Ask
     open: Callable[[], grpc.aio.Channel]
+    notes: list[str] = field(default_factory=list)
+    """The ends of sentences that begin with the address, of one that answered."""
 
 
 def _places(settings: RunSettings) -> Iterator[Iterator[str]]:
@@ -206,6 +211,7 @@ def _told(place: _Place, answer: str | ConfigError, start_timeout_s: float) -> I
     if place.wanted == ENVIRONMENT:
         waits = "its prompts wait for it, others go on"
     yield f"{NOTE} {where}: {answer}; {waits}" if answer else f"{where} answers"
+    yield from (f"{NOTE} {where} {note}" for note in place.notes)
 
 
 def _named(settings: RunSettings) -> Iterator[_Place]:
@@ -242,24 +248,28 @@ def _named(settings: RunSettings) -> Iterator[_Place]:
         )
     reward = "rolecall.v1.RewardService"
     if settings.reward.address is not None:
-        address_of_reward = settings.reward.address
+        address_of_reward, notes = settings.reward.address, list[str]()
         yield _Place(
             "reward.address",
             address_of_reward,
             reward,
-            partial(_describe_whole, settings.algorithm),
+            scorer_fits(notes, partial(_unfit, settings.algorithm)),
             lambda: open_client(settings.reward, address_of_reward, rpc)[1],
+            notes if not settings.reward.components else [],
         )
         return
+    shadows = shadows_of(settings.reward.components)
     for name, component in settings.reward.placed_components.items():
         scorer = component.scorer
         if isinstance(scorer, ExternalScorer) and scorer.kind == "external" and scorer.address:
+            notes = []
             yield _Place(
                 f"reward.components.{name}.scorer.address",
                 scorer.address,
                 reward,
-                _describe,
+                scorer_fits(notes, is_shadow=name in shadows),
                 _opener_of_scorer(name, scorer, settings),
+                notes if scorer.server is None else [],
             )
 
 
@@ -286,15 +296,8 @@ def _ask_run(name: str) -> Callable[[grpc.aio.Channel], Awaitable[None]]:
     return ask
 
 
-async def _describe(channel: grpc.aio.Channel) -> None:
-    await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=LOOK_S)
-
-
-async def _describe_whole(algorithm: AlgorithmSection, channel: grpc.aio.Channel) -> None:
-    spec = await reward_pb2_grpc.RewardServiceStub(channel).Describe(reward_pb2.DescribeRequest(), timeout=LOOK_S)
-    problem = taken_problem(spec) or algorithm_problem(algorithm, spec)
-    if problem:
-        raise ConfigError(problem)
+def _unfit(algorithm: AlgorithmSection, spec: reward_pb2.DescribeResponse) -> str | None:
+    return spec_problem(spec) or taken_problem(spec) or algorithm_problem(algorithm, spec)
 
 
 def _http_scorer(name: str, scorer: ScorerServer, settings: RunSettings) -> Iterator[str]:

@@ -133,7 +133,8 @@ async def state(session: EnvironmentSession) -> Verdict:
     turns = await _turns(session)
     for where, answer in turns:
         if answer.state not in _STATES:
-            return failed(f"{where}: the state {answer.state}")
+            names = ", ".join(map(environment_pb2.EpisodeState.Name, _STATES))
+            return failed(f"{where}: the state {answer.state}, none of {names}")
     return passed(f"{len(turns)} turns, {sum(answer.state in OVER for _, answer in turns)} of them the last")
 
 

@@ -9,7 +9,8 @@ from google.protobuf import json_format
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rolecall.conformance.check import wrong_fields
-from rolecall.data.dataset import UID_FIELD, parse_messages, read_rows
+from rolecall.data.dataset import UID_FIELD, parse_messages
+from rolecall.data.row_files import read_rows
 from rolecall.errors import ConfigError
 from rolecall.v1 import environment_pb2, trajectory_pb2
 

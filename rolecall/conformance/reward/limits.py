@@ -26,7 +26,7 @@ NUM_LARGE_ITEMS = 16
     "request.empty",
     "ScoreRequest.items",
     "A request without any is refused with INVALID_ARGUMENT, or gets no results.",
-    ("describe.usable",),
+    ANSWERS,
 )
 async def empty_request(session: RewardSession) -> Verdict:
     """Sends a request without items."""

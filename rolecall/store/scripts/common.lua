@@ -11,7 +11,7 @@
 --   prompts        stream  admitted groups, one entry each (gid, group, traceparent); consumer group `rollout`
 --   trajectories   stream  committed groups, one entry each (gid, group); read by position, no consumer group
 --   live           zset    gids not yet terminal, scored by gid
---   g:<gid>        hash    state (admitted, committed, sealed, trained), entry, trajectory, token, excused, deaths, error, admit_step,
+--   g:<gid>        hash    state (admitted, committed, sealed, trained), entry, trajectory, token, excused, deaths, error,
 --                          admit_published_step, batch; deleted when the group is dropped, or its batch freed
 --   suspects       hash    entry of prompts -> most groups a worker may hold while it holds this one: of groups whose worker died; until they end
 --   played         hash    entry of prompts -> name of the environment that its group is played in; until they end

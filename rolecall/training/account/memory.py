@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -42,7 +42,6 @@ from rolecall.training.ranks.device import (
 logger = logging.getLogger(__name__)
 
 Phase = Literal["load", "forward", "backward", "optimizer", "publish", "checkpoint"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 
 Holdings = Callable[[], Mapping[str, Mapping[str, torch.Tensor]]]
 """What is known by name: {kind: {name: tensor}}, the kind in the plural."""

@@ -46,7 +46,14 @@ from rolecall.training.model.compiled import compile_layers, compiling
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.logits.logprobs import Wanted
 from rolecall.training.model.lora import adapters_off, prepare_adapters, weights_to_publish
-from rolecall.training.model.packed_model import PackedModel, PolicyModel, build_model, layers, state_buffers
+from rolecall.training.model.packed_model import (
+    PackedModel,
+    PolicyModel,
+    build_model,
+    language_layers,
+    layers,
+    state_buffers,
+)
 from rolecall.training.model.parameters import ParameterFiles
 from rolecall.training.model.prefixes import SharedPrefixes
 from rolecall.training.model.router_replay import check_followed, follow_routes
@@ -130,9 +137,8 @@ class FsdpEngine:
         if options.torch_compile:
             compile_layers(self._model)
         self._progress.follow(layers(self._model))
-        self._activations = (
-            ActivationOffload(layers(self._model), Copies(device)) if options.activation_offload else None
-        )
+        called = layers(self._model) if options.shows_images else language_layers(self._model)
+        self._activations = ActivationOffload(called, Copies(device)) if options.activation_offload else None
         self._read_parameters()
         self._model.train(trained)
         if options.optimizer is not None:

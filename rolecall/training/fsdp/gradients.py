@@ -29,7 +29,7 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter], layout: Layout) -> t
 
 
 def clip_gradients(
-    parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, max_norm: float, loss_scale: float = 1.0
+    parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, max_norm: float, loss_scale: float
 ) -> None:
     """Divides the gradients by `loss_scale` and scales them, whose norm then is `norm`, down to `max_norm`. Not a
     collective.

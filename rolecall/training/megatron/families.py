@@ -7,7 +7,6 @@ its. A layer's names stand without their beginning, decoder.layers.<i>. and mode
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 from transformers import PretrainedConfig
 
@@ -32,7 +31,7 @@ class Piece:
     @property
     def num_rows(self) -> int:
         """Rows of Megatron's parameter."""
-        return self.box.shape[0] if len(self.box.shape) < 3 else prod(self.box.shape[:-1])
+        return self.box.shape[0]
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,12 @@ def heads(names: Sequence[str], shapes: Shapes, config: PretrainedConfig, place:
             start += size
 
 
-def expert(names: Sequence[str], shapes: Shapes, config: PretrainedConfig, place: Place) -> Iterator[Piece]:
-    """One of the rank's experts whole; the name ends in its index on the rank."""
-    name, _, index = names[0].rpartition(":")
+def experts(names: Sequence[str], shapes: Shapes, config: PretrainedConfig, place: Place) -> Iterator[Piece]:
+    """Each rank has as many experts, whole."""
+    (name,) = names
     num, *others = shapes[name]
-    at = place.expert * (num // place.num_expert) + int(index)
-    yield Piece(name, Box((at, *(0 for _ in others)), (1, *others)), 0)
+    num //= place.num_expert
+    yield Piece(name, Box((place.expert * num, *(0 for _ in others)), (num, *others)), 0)
 
 
 _NORMS = (
@@ -142,8 +141,8 @@ _MLP = (
 )
 _EXPERTS = (
     Rule("mlp.router.weight", whole, ("mlp.gate.weight",)),
-    Rule("mlp.experts.local_experts.*.linear_fc1.weight", expert, ("mlp.experts.gate_up_proj",)),
-    Rule("mlp.experts.local_experts.*.linear_fc2.weight", expert, ("mlp.experts.down_proj",)),
+    Rule("mlp.experts.gate_up", experts, ("mlp.experts.gate_up_proj",)),
+    Rule("mlp.experts.down", experts, ("mlp.experts.down_proj",)),
 )
 _SHARED_EXPERTS = (
     Rule(
@@ -236,11 +235,11 @@ class Family:
 
     def is_cut(self, own: str) -> bool:
         """Whether ranks that share matrices have different parts of it."""
-        return self._rule(own, 0)[0].cut not in (whole, expert)
+        return self._rule(own, 0)[0].cut not in (whole, experts)
 
     def is_expert(self, own: str) -> bool:
-        """Whether it is an expert's, which ranks of one stage may have several of."""
-        return self._rule(own, 0)[0].cut is expert
+        """Whether it is of experts, of which ranks of one stage may have different ones."""
+        return self._rule(own, 0)[0].cut is experts
 
     def _rule(self, own: str, first_layer: int) -> tuple[Rule, list[str]]:
         of, _, adapter = own.partition(".adapters.")
@@ -256,11 +255,8 @@ class Family:
             # an output layer of its own holds the tied embedding on the last of several stages
             return rule, [name if name in self._shapes else "model.embed_tokens.weight" for name in rule.theirs]
         index, _, rest = own.removeprefix("decoder.layers.").partition(".")
-        parts = rest.split(".")
-        numbers = [part for part in parts if part.isdigit()]
-        rule = self._layer[".".join("*" if part.isdigit() else part for part in parts)]
-        suffix = "".join(f":{number}" for number in numbers)
-        return rule, [f"model.layers.{first_layer + int(index)}.{name}{suffix}" for name in rule.theirs]
+        rule = self._layer[rest]
+        return rule, [f"model.layers.{first_layer + int(index)}.{name}" for name in rule.theirs]
 
 
 def _module(weight: str) -> str:

@@ -34,6 +34,7 @@ from transformers import PretrainedConfig
 from rolecall.columns import TOPK_IDS
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.megatron.config import has_experts, rotary
+from rolecall.training.megatron.experts import Experts
 from rolecall.training.megatron.latent import LatentAttention, LatentNorm
 from rolecall.training.megatron.norm import RmsNorm
 from rolecall.training.megatron.routers import Router, RoutersPass, apart, behind, follow_passes
@@ -270,7 +271,7 @@ def _layer(config: TransformerConfig, with_experts: bool, window: int | None) ->
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
     if with_experts and config.num_moe_experts:
-        layer.mlp.submodules.router = Router
+        layer.mlp.submodules.router, layer.mlp.submodules.experts = Router, Experts
     attention = layer.self_attention.submodules
     attention.core_attention = ModuleSpec(module=CoreAttention, params={"sliding_window": window})
     if config.multi_latent_attention:

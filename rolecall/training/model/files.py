@@ -192,15 +192,6 @@ def write_text(path: Path, text: str) -> None:
         _flush(file)
 
 
-def sync(path: Path) -> None:
-    """Makes a file's contents, or a directory's entries, last. OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     data: memoryview = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data
     for start in range(0, len(data), CHUNK_BYTES):

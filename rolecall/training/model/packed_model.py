@@ -170,8 +170,8 @@ def token_outputs(
     score_mask_N: torch.Tensor,
     packed: PackedPlan,
     entropy: bool,
-    targets_Nk: torch.Tensor | None = None,
-    wanted: Wanted | None = None,
+    targets_Nk: torch.Tensor | None,
+    wanted: Wanted | None,
     *,
     float32_logits: bool,
 ) -> tuple[torch.Tensor, ...]:

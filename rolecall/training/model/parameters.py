@@ -32,8 +32,8 @@ class ParameterFiles:
         model: PackedModel,
         path: Path,
         seed: int,
-        adapter: Path | None = None,
-        lora_setting: str = "actor.lora",
+        adapter: Path | None,
+        lora_setting: str,
     ) -> None:
         """ConfigError when a directory holds a tensor that has no place in `model`. A value head that `path` lacks,
         and adapters where no directory of peft's format is given, are made new from `seed`. `lora_setting` names the

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rolecall.data.model_files import ATTENTION_LAYERS
 from rolecall.errors import ConfigError
 from rolecall.training.model.recurrent import recurrent_layers
 
@@ -36,8 +37,6 @@ _PLAIN = frozenset(
 """What stands between a plain model's last hidden states and its logits: one product, and other views of the same
 numbers.
 """
-_ATTENTION = frozenset({"attention", "full_attention", "sliding_attention"})
-"""Kinds of layers that keep no state, in a configuration's layer_types."""
 _SCALING = {"mul": 1, "mul_": 1, "div": -1, "div_": -1}
 """What may stand there, too, with a constant: the power of it that becomes a factor of the logits."""
 
@@ -82,7 +81,7 @@ def check_head(hf: PreTrainedModel) -> float:
 def check_stateless(hf: PreTrainedModel) -> None:
     """Raises ConfigError when `hf` hands a state from token to token in layers that are not known to do so."""
     kinds = hf.config.get_text_config().to_dict().get("layer_types")
-    attends = bool(kinds) and set(kinds) <= _ATTENTION
+    attends = bool(kinds) and set(kinds) <= ATTENTION_LAYERS
     if hf._is_stateful and not attends and not recurrent_layers(hf):
         raise ConfigError(
             f"{type(hf).__name__} keeps a state from token to token, which packed sequences would hand on to each "

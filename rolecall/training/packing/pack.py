@@ -28,13 +28,12 @@ def pack(
     *,
     temperature: float | Sequence[float],
     device: torch.device,
-    score: str = "response_mask",
     trajectories: Sequence[int] | None = None,
     images: ReadImages | None = None,
 ) -> Microbatch:
-    """Rows one after another as tensors on `device`, a sequence each. `score` names the mask of tokens whose outputs
-    are wanted; `trajectories` the trajectory that each row is a segment of, by any number (absent: each is one);
-    `images` are those of the column IMAGES, which every row then has.
+    """Rows one after another as tensors on `device`, a sequence each, scored where `response_mask` is. `trajectories`:
+    the trajectory that each row is a segment of, by any number (absent: each is one); `images` are those of the column
+    IMAGES, which every row then has.
 
     Masks arrive as bool, other columns as they are. Sequences share a beginning only as far as they were routed alike,
     and show the same images.
@@ -45,7 +44,7 @@ def pack(
     lengths = [int(row["token_ids"].shape[0]) for row in rows]
     if min(lengths, default=1) < 1:
         raise InvalidInputError("a trajectory without tokens cannot be packed")
-    score_mask_N = _joined(rows, score, lengths, np.dtype(np.uint8)) != 0
+    score_mask_N = _joined(rows, "response_mask", lengths, np.dtype(np.uint8)) != 0
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     score_mask_N[starts[:-1]] = False
     temperatures = [temperature] * len(rows) if isinstance(temperature, int | float) else list(temperature)
@@ -80,11 +79,11 @@ def unpack(values_N: torch.Tensor, lengths: Sequence[int]) -> list[Array]:
     return [part.copy() for part in np.split(flat_N, np.cumsum(lengths)[:-1])] if lengths else []
 
 
-def local_counts(rows: Sequence[Row], mask: str = "loss_mask", trajectories: Sequence[int] | None = None) -> Counts:
+def local_counts(rows: Sequence[Row], trajectories: Sequence[int] | None = None) -> Counts:
     """Trained tokens (a sequence's first token is never one) and trajectories that have any. `trajectories` as
     in `pack`.
     """
-    per_row = [int(np.count_nonzero(row[mask][1:])) for row in rows]
+    per_row = [int(np.count_nonzero(row["loss_mask"][1:])) for row in rows]
     of_row = range(len(rows)) if trajectories is None else trajectories
     return Counts(sum(per_row), len({number for number, count in zip(of_row, per_row, strict=True) if count}))
 

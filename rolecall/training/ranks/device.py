@@ -320,8 +320,9 @@ def _resident_bytes(field: str) -> int:
     return _kernel_says(Path("/proc/self/status"), field)
 
 
-def _available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def _available_bytes() -> int:
     """Memory of this machine that can be had now, or what its control group leaves of it."""
+    cgroup = Path("/sys/fs/cgroup")
     found = [_kernel_says(Path("/proc/meminfo"), "MemAvailable")]
     with suppress(OSError, ValueError):  # no control group of its own, or "max"
         found.append(int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text()))

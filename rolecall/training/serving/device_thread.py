@@ -26,7 +26,8 @@ MAX_WAITING = 64
 """Pieces of work that may wait for the device; one more is refused."""
 KEEP_ALIVE_S = 5.0
 """Seconds without work after which the other ranks are shown that this one lives."""
-
+STOP_S = 30.0
+"""Seconds that the last work may take when it stops."""
 
 STATES = ("starting", "waiting", "training", "computing", "publishing", "saving", "loading", "moving")
 """What a trainer or reference does with its time: it waits for calls, or does the work of one."""
@@ -127,14 +128,14 @@ class DeviceThread:
                 with suppress(WorkerLostError):  # `failed` says it
                     await self.run(keep_alive, "idle")
 
-    async def close(self, last: Callable[[], None] | None = None, timeout_s: float = 30.0) -> None:
-        """Runs `last` after what is under way, waits at most `timeout_s` for it, and takes no more work."""
+    async def close(self, last: Callable[[], None] | None = None) -> None:
+        """Runs `last` after what is under way, waits at most STOP_S for it, and takes no more work."""
         if self._ticker is not None:
             self._ticker.cancel()
         if self.failed.done():
             self.failed.exception()  # whoever closes knows
         elif last is not None:
-            _, unfinished = await asyncio.wait({asyncio.ensure_future(self.run(last, "stopping"))}, timeout=timeout_s)
+            _, unfinished = await asyncio.wait({asyncio.ensure_future(self.run(last, "stopping"))}, timeout=STOP_S)
             if unfinished:
-                logger.warning("the device thread is still at work after %.0f s; leaving it", timeout_s)
+                logger.warning("the device thread is still at work after %.0f s; leaving it", STOP_S)
         self._executor.shutdown(wait=False, cancel_futures=True)

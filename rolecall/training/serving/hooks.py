@@ -33,7 +33,3 @@ class ProcessHooks:
     """Asks this process to stop, from any thread, because another rank was asked to."""
     is_stopping: Callable[[], bool] = _stays
     """Whether this process was asked to stop; called in any thread."""
-
-
-UNWATCHED = ProcessHooks()
-"""The hooks of a rank that nobody watches, as in a test."""

@@ -35,11 +35,7 @@ E = TypeVar("E")
 
 
 async def load(
-    args: ServiceArgs,
-    device_thread: DeviceThread,
-    build: Callable[[ProcessHooks], E],
-    *,
-    side: Side | None = None,
+    args: ServiceArgs, device_thread: DeviceThread, build: Callable[[ProcessHooks], E], side: Side | None
 ) -> E:
     """Rank 0: builds the role in the device thread, once it is the shift of its `side`; None: it takes none.
     DeadlineError when the model is not loaded within controller.start_timeout_s.
@@ -56,12 +52,7 @@ async def load(
         ) from error
 
 
-async def follow(
-    args: ServiceArgs,
-    build: Callable[[ProcessHooks], Follower],
-    *,
-    side: Side | None = None,
-) -> None:
+async def follow(args: ServiceArgs, build: Callable[[ProcessHooks], Follower], side: Side | None) -> None:
     """The other ranks: builds, as rank 0 does, and obeys it until it stops the group. They leave when rank 0 says so,
     whom a signal is passed on to, and at once when it is lost. Where it was stopped, so were they.
     """

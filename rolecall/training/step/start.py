@@ -41,7 +41,7 @@ from rolecall.training.packing.images import ImageReader
 from rolecall.training.ranks.command_group import CommandGroup
 from rolecall.training.ranks.device import COLLECTIVE_TIMEOUT_S, RankSpec, name_of, start_rank
 from rolecall.training.ranks.watch import RankWatch
-from rolecall.training.serving.hooks import UNWATCHED, ProcessHooks
+from rolecall.training.serving.hooks import ProcessHooks
 from rolecall.training.step.rank_context import RankContext, StoreRankContext
 from rolecall.training.step.recorder import StepRecorder
 
@@ -55,10 +55,10 @@ def start_store_context(
     head: Literal["policy", "value"],
     optimizer: OptimizerSection | None,
     total_steps: int,
+    hooks: ProcessHooks,
     lora: LoraSection | None = None,
     moe: MoeSection | None = None,
     router_replay: bool = False,
-    hooks: ProcessHooks = UNWATCHED,
 ) -> StoreRankContext:
     """Starts a rank of a run's role, its model loaded. ConfigError when the ranks or devices are not as configured."""
     actor, shows_images = settings.actor, settings.shows_images

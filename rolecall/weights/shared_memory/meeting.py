@@ -60,21 +60,13 @@ def meet(
         return _meet_as_receiver(rendezvous, world_size, device, time.monotonic() + timeout_s)
     rendezvous.offer("shared/else", _GLOO if or_gloo else _NONE)
     rendezvous.offer("shared/roots", str(num_roots).encode())
-    return _meet_as_root(rendezvous, world_size, device, timeout_s, 0)
+    return stand_by(rendezvous, world_size, device, timeout_s, 0)
 
 
 def stand_by(
     rendezvous: Rendezvous, world_size: int, device: torch.device, timeout_s: float, root: int
 ) -> SharedRoot | None:
-    """Meets the other ranks as root `root`, not the first; None when no receiver came to it, or all meet over Gloo.
-    Else as `meet`.
-    """
-    return _meet_as_root(rendezvous, world_size, device, timeout_s, root)
-
-
-def _meet_as_root(
-    rendezvous: Rendezvous, world_size: int, device: torch.device, timeout_s: float, root: int
-) -> SharedRoot | None:
+    """Meets the other ranks as root `root`; None when no receiver came to it, or all meet over Gloo. Else as `meet`."""
     deadline = time.monotonic() + timeout_s
     or_gloo = rendezvous.take("shared/else", _left(deadline)) == _GLOO
     with contextlib.ExitStack() as stack:

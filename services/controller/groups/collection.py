@@ -65,9 +65,9 @@ class Collection:
         assembly: Assembly,
         intake: Intake,
         end: RunEnd,
-        sealed: frozenset[int] = frozenset(),
-        failed: Iterable[int] = (),
-        next_gid: int = 0,
+        sealed: frozenset[int],
+        failed: Iterable[int],
+        next_gid: int,
     ) -> None:
         """`end` is called when a budget is spent. `sealed`: groups of the batch that an earlier loop sealed, which are
         trained whatever the settings say of them now. `failed`: gids that could not be scored before. `next_gid`: those

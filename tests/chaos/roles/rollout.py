@@ -16,7 +16,7 @@ from tests.chaos.engine import ChaosEngine
 from tests.chaos.roles.process import run_role
 from tests.chaos.wiring import Hook, wire_of
 from tests.twins.device import device_of
-from tests.twins.rollout import NumberTokenizer, RolloutTwin
+from tests.twins.rollout import NumberTokenizer, RolloutTwin, first_failure
 
 
 async def serve_rollout(args: ServiceArgs, hook: Hook, connection: Connection, fence: Fence) -> None:
@@ -42,7 +42,7 @@ async def serve_rollout(args: ServiceArgs, hook: Hook, connection: Connection, f
         await twin.pull.drain(1.0)
 
     beating = asyncio.create_task(feed_heartbeat(twin.replica, membership))
-    failed = asyncio.ensure_future(_first_failure(membership.failed, twin.pulling, beating))
+    failed = asyncio.ensure_future(first_failure(membership.failed, twin.pulling, beating))
     try:
         await serve(twin.server, drain=drain, failed=failed, grace_s=3.0)
         await membership.leave()
@@ -50,14 +50,6 @@ async def serve_rollout(args: ServiceArgs, hook: Hook, connection: Connection, f
         failed.cancel()
         membership.stop()
         connection.close()
-
-
-async def _first_failure(*parts: "asyncio.Future[None]") -> None:
-    """Raises what the first failing part raised; a pull loop that was drained ends well and ends nothing."""
-    await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
-    for part in parts:
-        if part.done():
-            part.result()
 
 
 if __name__ == "__main__":

@@ -274,6 +274,6 @@ async def test_a_model_that_is_not_loaded_in_time_is_an_error_that_says_so(
     with pytest.raises(
         DeadlineError, match=r"actor was still loading the model after controller.start_timeout_s = 0.2 s"
     ):
-        await load(ServiceArgs(settings, "actor", "1"), device_thread, lambda hooks: released.wait(60))
+        await load(ServiceArgs(settings, "actor", "1"), device_thread, lambda hooks: released.wait(60), None)
     released.set()
     await device_thread.close()

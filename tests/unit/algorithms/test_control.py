@@ -68,7 +68,7 @@ def test_a_kl_coefficient_comes_back_after_any_number_of_quiet_steps() -> None:
 )
 def test_the_entropy_coefficient_by_hand(coef: float, entropy: float, expected: float) -> None:
     """Skywork-OR1, arXiv:2505.22312."""
-    assert entropy_coef_next(coef, entropy, target=0.2, step=0.0001, lowest=0.0, highest=0.005) == pytest.approx(
+    assert entropy_coef_next(coef, entropy, target=0.2, step=0.0001, highest=0.005) == pytest.approx(
         expected, abs=1e-12
     )
 

@@ -25,12 +25,15 @@ from tests.resident import use_memory
 CPU = torch.device("cpu")
 KNOW_CUDA = {
     "rolecall/training/ranks/device.py",
+    "rolecall/training/megatron/experts.py",
     "rolecall/training/megatron/layout.py",
     "rolecall/training/megatron/on_cpu.py",
     "rolecall/weights/nccl.py",
     "rolecall/weights/shared_memory/device_slots.py",
 }
-"""The seam itself, bindings of libraries that are CUDA's own, and where megatron-core is told that there is none."""
+"""The seam itself, bindings of libraries that are CUDA's own, megatron-core among them, and where that is told that
+there is none.
+"""
 
 
 def test_nothing_but_the_seam_and_the_bindings_of_libraries_says_cuda() -> None:

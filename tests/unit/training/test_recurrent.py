@@ -140,7 +140,7 @@ def test_a_language_model_that_is_saved_alone_as_the_message_says_is_read(tmp_pa
 
 def test_a_model_whose_recurrent_layers_are_not_known_is_refused(tmp_path: Path) -> None:
     AutoConfig.for_model("olmo_hybrid", **(TINY | {"linear_num_key_heads": 4})).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="OlmoHybridForCausalLM keeps a state from token to token"):
+    with pytest.raises(ConfigError, match="'olmo_hybrid', which keeps a state from token to token"):
         build_model(tmp_path, "policy", torch.float32)
 
 

@@ -64,7 +64,7 @@ def test_a_constant_factor_of_the_logits_is_found(
     [
         ("gemma2", r"caps its logits softly \(attn_logit_softcapping 50.0 of config.json\).* use a model without it"),
         ("phi", "PhiForCausalLM has a bias in its output layer"),
-        ("mamba", "MambaForCausalLM keeps a state from token to token"),
+        ("mamba", "is of model_type 'mamba', which keeps a state from token to token"),
         ("falcon", "a falcon model .* cannot be trained packed"),
         ("opt", "OPTAttention is not told how sequences are packed"),
         ("t5", "is an encoder-decoder model"),
@@ -114,8 +114,14 @@ def test_a_model_that_could_keep_a_state_and_has_no_such_layer_is_taken(tmp_path
     dense = {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_heads": 4, "mamba_d_head": 16}
     model = built(tmp_path, "granitemoehybrid", layer_types=["attention"], **dense)
     assert count_flops(model).forward.per_token > 0
-    with pytest.raises(ConfigError, match="GraniteMoeHybridForCausalLM keeps a state from token to token"):
+    with pytest.raises(ConfigError, match="'granitemoehybrid', which keeps a state from token to token"):
         built(tmp_path, "granitemoehybrid", layer_types=["mamba"], **dense)
+    with torch.device("meta"):
+        layer = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("granitemoehybrid", **TINY, layer_types=["mamba"], **dense)
+        )
+    with pytest.raises(ConfigError, match="GraniteMoeHybridForCausalLM keeps a state from token to token"):
+        check_head(layer)  # whatever its configuration says
 
 
 def test_a_model_is_built_without_its_dropout(tmp_path: Path) -> None:

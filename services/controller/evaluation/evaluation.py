@@ -2,8 +2,7 @@
 scorer.
 
 Outside the ledger: nothing here is trained on. Rollouts and a scorer that are away are waited for, up to the deadline
-of the evaluation. A response that no rollout could give, or no scorer could score, is counted as missing. One that has
-no score is in the means of lengths and in no other: a prompt with fewer than k scored responses is in no figure of k.
+of the evaluation. A response that no rollout could give, or no scorer could score, is counted as missing.
 """
 
 import asyncio
@@ -12,39 +11,30 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import stdev
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from rolecall.algorithms.best_and_worst import best_and_worst_at_k, is_graded
-from rolecall.algorithms.pass_and_majority import majority_at_k, pass_at_k, subset_sizes
-from rolecall.data.dataset import load_prompts
-from rolecall.data.images.files import ImageFile
-from rolecall.errors import InvalidInputError, RoleCallError, ScorerError, UnavailableError
+from rolecall.errors import RoleCallError, ScorerError, UnavailableError
 from rolecall.scoring.client import RewardClient
-from rolecall.scoring.items import CHUNK_IMAGE_BYTES, chunked, groups_of, num_shown_in, score_item
+from rolecall.scoring.items import CHUNK_IMAGE_BYTES, chunked, groups_of
 from rolecall.scoring.scores import Failure, Score
-from rolecall.scoring.sources import MAX_SOURCES, SOURCE_FIELD, count_sources, source_of
-from rolecall.settings import EvaluationSet, RunSettings
+from rolecall.settings import RunSettings
 from rolecall.settings.deadlines import TOKENS_PER_S
 from rolecall.telemetry import Metrics
-from rolecall.trajectory import is_truncated, seed_of
+from rolecall.trajectory import seed_of
 from rolecall.v1 import reward_pb2, rollout_pb2, trajectory_pb2
-from rolecall.wire import Array
 from services.controller.board import RunBoard
+from services.controller.evaluation.figures import summarise
+from services.controller.evaluation.responses import Response, bytes_of, image_bytes, items_of, with_images
+from services.controller.evaluation.sets import HeldOutSet
 from services.controller.fleet.liveness import Rollout
 from services.controller.fleet.members import Fleet
-from services.controller.groups.prompts import PromptRenderer
 from services.controller.samples import sample
 
 logger = logging.getLogger(__name__)
 
 SCORE_CHUNK = 256
 """Items per Score call, or a prompt's responses where they are more."""
-TOLD_PROMPTS = 25_000
-"""Prompts between two words on how far their tokenizing is: some seconds."""
 LEAST_S = 600.0
 """Seconds that any evaluation gets."""
 ROUNDS = 3
@@ -53,89 +43,6 @@ TRIES = 3
 """Most times that what is not scored is asked for while others are."""
 PAUSE_S = 2.0
 """Pause before items are scored again whose scorer was away, and between two looks for a rollout with the weights."""
-
-
-@dataclass(frozen=True)
-class HeldOutSet:
-    """A held-out set, rendered once. Files of images are read again for each evaluation, and not kept."""
-
-    name: str
-    section: EvaluationSet
-    prompts: tuple[trajectory_pb2.Prompt, ...]
-    """The prompts that fit, without their images."""
-    images: Mapping[int, tuple[ImageFile, ...]] = field(default_factory=dict)
-    """The images of a prompt, by its place in `prompts`."""
-    sources: tuple[str | None, ...] = ()
-    """The source of each prompt; empty where none is reported."""
-
-
-def load_sets(
-    settings: RunSettings, renderer: PromptRenderer, tell: Callable[[str], None] = lambda what: None
-) -> list[HeldOutSet]:
-    """All configured sets. ConfigError, and `tell`, as load_prompts; prompts that are too long, or cannot be shown by
-    the heads of their images' files, are left out with a warning. StorageUnavailableError for an image that cannot be
-    read now.
-    """
-    sets = []
-    for name, section in settings.evaluation.sets.items():
-        prompts, images, num_too_long = list[trajectory_pb2.Prompt](), dict[int, tuple[ImageFile, ...]](), 0
-        sources = list[str | None]()
-        read = load_prompts(
-            section.path,
-            settings.data,
-            settings.reward,
-            environments=settings.environments,
-            max_prompts=section.max_prompts,
-            tell=tell,
-        )
-        for number, raw in enumerate(read, 1):
-            if number % TOLD_PROMPTS == 0:
-                tell(f"the prompts of evaluation.sets.{name}, {number:,} of {len(read):,} tokenized")
-            try:
-                prompt = renderer.render(raw, 0, by_heads=True)  # all of a set before a run begins: opened, minutes
-            except InvalidInputError as error:
-                logger.warning("evaluation set %s: a prompt cannot be shown and is left out: %s", name, error.message)
-                continue
-            if prompt is None:
-                num_too_long += 1
-                continue
-            if raw.images:
-                del prompt.images[:]
-                images[len(prompts)] = raw.images
-            prompts.append(prompt)
-            sources.append(source_of(raw.metadata))
-        if num_too_long:
-            logger.warning(
-                "evaluation set %s: %d prompts exceed data.max_prompt_tokens and are left out", name, num_too_long
-            )
-        sets.append(HeldOutSet(name, section, tuple(prompts), images, _reported(name, sources)))
-    return sets
-
-
-def _reported(name: str, sources: Sequence[str | None]) -> tuple[str | None, ...]:
-    """`sources`, or none where they part the set into one, or into too many."""
-    num_sources = len(count_sources(sources))
-    if num_sources > MAX_SOURCES:
-        logger.warning(
-            "evaluation set %s: its field %s has %d texts, more than the %d that are reported by themselves: none is",
-            name,
-            SOURCE_FIELD,
-            num_sources,
-            MAX_SOURCES,
-        )
-    return tuple(sources) if 0 < num_sources <= MAX_SOURCES else ()
-
-
-@dataclass(frozen=True)
-class _Response:
-    prompt: trajectory_pb2.Prompt
-    answer: rollout_pb2.GenerateResponse
-    images: Sequence[ImageFile]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that were sampled."""
-        return sum(span.end - span.start for span in self.answer.meta.spans)
 
 
 @dataclass(frozen=True)
@@ -202,7 +109,7 @@ class Evaluation:
         which version they stand at present: another, where they were published again. TimeoutError after its deadline.
         """
         metrics, samples = Metrics(), []
-        timeout_s = self.timeout_s
+        timeout_s, solved_at = self.timeout_s, self._settings.reward.solved_at
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 patience = Patience(self._board, timeout_s, limit)
@@ -210,7 +117,7 @@ class Evaluation:
                     started = time.monotonic()
                     responses = await self._generate(held_out, step, version, patience)
                     scored = await self._score(responses, patience)
-                    await asyncio.to_thread(self._summarise, held_out, responses, scored, metrics)
+                    await asyncio.to_thread(summarise, held_out, responses, scored, solved_at, metrics)
                     metrics.max(f"eval/{held_out.name}/time_s", time.monotonic() - started)
                     samples += self._samples(step, held_out, responses, scored)
         finally:
@@ -218,7 +125,7 @@ class Evaluation:
         return metrics, samples
 
     def _samples(
-        self, step: int, held_out: HeldOutSet, responses: Sequence[_Response], scored: dict[str, Score]
+        self, step: int, held_out: HeldOutSet, responses: Sequence[Response], scored: dict[str, Score]
     ) -> list[dict[str, Any]]:
         """The responses that are kept for people: the first of each prompt, then the second of each."""
         by_index = sorted(responses, key=lambda response: response.answer.meta.index)
@@ -230,9 +137,9 @@ class Evaluation:
 
     async def _generate(
         self, held_out: HeldOutSet, step: int, version: Callable[[], int], patience: Patience
-    ) -> list[_Response]:
+    ) -> list[Response]:
         queue = list(enumerate(held_out.prompts))[::-1]
-        results: dict[int, list[_Response]] = {}
+        results: dict[int, list[Response]] = {}
         timeout_s = self._settings.rollout.generation_timeout_s
         width = self._width(held_out)
 
@@ -242,13 +149,13 @@ class Evaluation:
                 request = self._request(held_out, step, index, policy_version)
                 if images := held_out.images.get(index, ()):
                     try:
-                        request.prompt.images[:] = await asyncio.to_thread(_read, images)
+                        request.prompt.images[:] = await asyncio.to_thread(bytes_of, images)
                     except RoleCallError as error:
                         logger.warning("evaluation prompt %s (%s) cannot be shown: %s", request.id, prompt.uid, error)
                         continue
                 try:
                     results[index] = [
-                        _Response(prompt, answer, images)
+                        Response(prompt, answer, images)
                         async for answer in rollout.stub.Generate(request, timeout=timeout_s)
                     ]
                 except UnavailableError as error:
@@ -317,17 +224,22 @@ class Evaluation:
             policy_version=policy_version,
         )
 
-    async def _score(self, responses: Sequence[_Response], patience: Patience) -> dict[str, Score]:
+    async def _score(self, responses: Sequence[Response], patience: Patience) -> dict[str, Score]:
         """The scores by item. A scorer that is away is asked again, as for a group that is trained on, with all of a
         prompt's responses; in halves, so that those of one prompt that are never scored stand alone at last. They are
-        given up when they failed TRIES times since others were scored.
+        given up when they failed TRIES times since others were scored. After a call that was late the others are in
+        halves, too: a slow scorer would be late for each.
         """
-        items = await asyncio.to_thread(_items, responses)  # of a large set it takes half a minute
+        items = await asyncio.to_thread(items_of, responses)  # of a large set it takes half a minute
         shown = {response.answer.meta.id: response for response in responses} if self._settings.shows_images else {}
         scored: dict[str, Score] = {}
-        left = deque(_Unscored(chunk) for chunk in chunked(items, SCORE_CHUNK))
+        left, most = deque(_Unscored(chunk) for chunk in chunked(items, SCORE_CHUNK)), SCORE_CHUNK
         while left:
             asked, num_before = left.popleft(), len(scored)
+            if len(parts := chunked(asked.items, most)) > 1:
+                left.extendleft(replace(asked, items=part) for part in reversed(parts))
+                continue
+            began = time.monotonic()
             away = await self._score_chunk(asked.items, shown, scored)
             if not away:
                 continue
@@ -339,13 +251,15 @@ class Evaluation:
                 continue
             logger.debug("%d held-out responses cannot be scored at present, trying again", len(away))
             half = (len(groups) + 1) // 2
+            if len(scored) == num_before and time.monotonic() - began >= self._settings.reward.timeout_s:
+                most = len(asked.items) // 2
             for part in filter(None, (groups[:half], groups[half:])):
                 left.append(_Unscored([away[place] for group in part for place in group], num_failed, num_scored))
             await patience.wait(PAUSE_S)
         return scored
 
     async def _score_chunk(
-        self, items: Sequence[reward_pb2.ScoreItem], shown: Mapping[str, _Response], scored: dict[str, Score]
+        self, items: Sequence[reward_pb2.ScoreItem], shown: Mapping[str, Response], scored: dict[str, Score]
     ) -> list[reward_pb2.ScoreItem]:
         """Adds scores to `scored`; returns what is to be scored again. `shown`: responses by item, in a run that shows
         images.
@@ -361,8 +275,8 @@ class Evaluation:
         if not reads_images:
             return await self._sent(items, scored)
         away = set[str]()
-        for part in chunked(items, CHUNK_IMAGE_BYTES, lambda item: _image_bytes(shown[item.id])):
-            if whole := await asyncio.to_thread(_with_images, part, shown):
+        for part in chunked(items, CHUNK_IMAGE_BYTES, lambda item: image_bytes(shown[item.id])):
+            if whole := await asyncio.to_thread(with_images, part, shown):
                 away |= {item.id for item in await self._sent(whole, scored)}
         return [item for item in items if item.id in away]
 
@@ -373,108 +287,3 @@ class Evaluation:
         scored |= {item.id: each for item, each in zip(items, outcomes, strict=True) if isinstance(each, Score)}
         away = {place for place, each in enumerate(outcomes) if isinstance(each, Failure) and each.retryable}
         return [items[place] for group in groups_of(items) if not away.isdisjoint(group) for place in group]
-
-    def _summarise(
-        self, held_out: HeldOutSet, responses: Sequence[_Response], scored: dict[str, Score], metrics: Metrics
-    ) -> None:
-        prefix = f"eval/{held_out.name}"
-        metrics.sum(f"{prefix}/missing", len(held_out.prompts) * held_out.section.num_responses - len(scored))
-        for response in responses:
-            metrics.mean(f"{prefix}/response_tokens", response.num_tokens)
-            metrics.mean(f"{prefix}/truncated", float(is_truncated(response.answer.meta)))
-        for score in scored.values():
-            metrics.mean(f"{prefix}/reward", score.total)
-            metrics.mean(f"{prefix}/accuracy", float(score.reaches(self._settings.reward.solved_at)))
-            for name, value in score.components.items():
-                metrics.mean(f"{prefix}/{name}", value)
-        _summarise_prompts(prefix, held_out.section.num_responses, self._settings.reward.solved_at, scored, metrics)
-        _summarise_sources(prefix, held_out.sources, self._settings.reward.solved_at, scored, metrics)
-
-
-def _summarise_prompts(
-    prefix: str, num_responses: int, solved_at: float, scored: dict[str, Score], metrics: Metrics
-) -> None:
-    """mean@n with its standard error, and pass@k, maj@k, best@k and worst@k by k, each a mean over prompts. maj@k only
-    where the scorer named an answer to anything in the set; best@k and worst@k only of several responses, and where
-    some reward in the set is neither 0 nor 1.
-    """
-    by_prompt: dict[str, list[Score]] = {}
-    for id, score in scored.items():
-        by_prompt.setdefault(id.rpartition("/")[0], []).append(score)
-    votes = any(score.answer is not None for score in scored.values())
-    graded = num_responses > 1 and is_graded(np.array([score.total for score in scored.values()]))
-    shares = list[float]()
-    for scores in by_prompt.values():
-        solved_N = np.array([score.reaches(solved_at) for score in scores])
-        sizes = [k for k in subset_sizes(num_responses) if k <= len(scores)]
-        shares.append(float(solved_N.mean()))
-        metrics.mean(f"{prefix}/mean@{num_responses}", shares[-1])
-        for k in sizes:
-            metrics.mean(f"{prefix}/pass@{k}", pass_at_k(len(scores), int(solved_N.sum()), k))
-        if votes:
-            for k, chance in majority_at_k([score.answer for score in scores], solved_N, sizes).items():
-                metrics.mean(f"{prefix}/maj@{k}", chance)
-        if graded:
-            rewards_N = np.array([score.total for score in scores])
-            for k, (best, worst) in best_and_worst_at_k(rewards_N, sizes).items():
-                metrics.mean(f"{prefix}/best@{k}", best)
-                metrics.mean(f"{prefix}/worst@{k}", worst)
-    if len(shares) > 1:
-        metrics.max(f"{prefix}/standard_error", stdev(shares) / math.sqrt(len(shares)))
-
-
-def _summarise_sources(
-    prefix: str, sources: Sequence[str | None], solved_at: float, scored: Mapping[str, Score], metrics: Metrics
-) -> None:
-    """Reward and accuracy over the scored responses of each source, and the prompts of which there are any."""
-    places: dict[str, set[int]] = {source: set() for source in sources if source is not None}
-    for id, score in scored.items() if places else ():
-        place = int(id.split("/")[-2])
-        source = sources[place]
-        if source is not None:
-            places[source].add(place)
-            metrics.mean(f"{prefix}/source/{source}/reward", score.total)
-            metrics.mean(f"{prefix}/source/{source}/accuracy", float(score.reaches(solved_at)))
-    for source, found in places.items():
-        metrics.sum(f"{prefix}/source/{source}/prompts", len(found))
-
-
-def _items(responses: Sequence[_Response]) -> list[reward_pb2.ScoreItem]:
-    return [score_item(response.answer.meta, _token_ids(response)) for response in responses]
-
-
-def _with_images(items: Sequence[reward_pb2.ScoreItem], shown: Mapping[str, _Response]) -> list[reward_pb2.ScoreItem]:
-    """Copies of `items` with the files that their messages show. Those whose images are not here, or no more, are left
-    out with a warning; an episode's messages are known to show a prompt's where it has one.
-    """
-    whole = []
-    for item in items:
-        response, copy = shown[item.id], reward_pb2.ScoreItem()
-        episode = response.answer.meta.episode
-        again = num_shown_in(episode.messages)
-        if episode.num_images or (again and len(response.images) != 1):
-            logger.warning("held-out response %s is not scored: its environment's images are not kept", item.id)
-            continue
-        copy.CopyFrom(item)
-        try:
-            copy.images[:] = _read(response.images) * (1 + again)
-        except RoleCallError as error:
-            logger.warning("held-out response %s is not scored: %s", item.id, error)
-            continue
-        whole.append(copy)
-    return whole
-
-
-def _image_bytes(response: _Response) -> int:
-    """Bytes of the images in its item, for which none is read."""
-    num_times = 1 + num_shown_in(response.answer.meta.episode.messages)
-    return num_times * sum(image.num_bytes for image in response.images)
-
-
-def _read(images: Sequence[ImageFile]) -> list[bytes]:
-    return [image.read() for image in images]
-
-
-def _token_ids(response: _Response) -> Array:
-    prompt = response.answer.prompt_token_ids or response.prompt.token_ids
-    return np.frombuffer(prompt + response.answer.response_token_ids, "<i4")
