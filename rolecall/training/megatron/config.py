@@ -140,6 +140,4 @@ def _latent(hf: PretrainedConfig) -> dict[str, Any]:
 
 def has_experts(config: TransformerConfig, layer: int) -> bool:
     """Whether the layer, counted from the model's first, has experts."""
-    if isinstance(config.moe_layer_freq, list):
-        return bool(config.moe_layer_freq[layer])
-    return config.num_moe_experts is not None
+    return config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
