@@ -36,6 +36,7 @@ MAX_BLOCK_S = 1.0
 _LOST = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
+    exceptions.InvalidResponse,
     exceptions.BusyLoadingError,
     exceptions.TryAgainError,
     exceptions.ClusterError,

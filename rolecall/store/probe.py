@@ -6,6 +6,8 @@ import socket
 import ssl
 from urllib.parse import unquote, urlsplit
 
+from redis.exceptions import InvalidResponse
+
 from rolecall.errors import ConfigError, StoreUnavailableError
 from rolecall.settings import RunSettings, StoreSection
 from rolecall.store.connection import connect
@@ -92,6 +94,11 @@ def _problem(error: StoreUnavailableError, url: str) -> str:
                 return "was not asked: a file that the URL names is not there; correct ssl_ca_certs and its like"
             case ConnectionRefusedError() | FileNotFoundError():
                 return f"cannot be reached ({cause.strerror}); start the server, or correct the URL"
+            case InvalidResponse():
+                return (
+                    "answers, but not as Redis does; correct the host and the port of the URL"
+                    f"{'' if secure else ', or, if it speaks TLS, write rediss://'}"
+                )
             case TimeoutError():
                 return (
                     f"did not answer within {PROBE_S:g} s; is it the right address, does a firewall let it "

@@ -6,6 +6,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import redis
@@ -36,6 +37,14 @@ def serve_tls(authority: Authority, opened: ExitStack) -> int:
 
     threading.Thread(target=serve, daemon=True).start()
     return int(listener.getsockname()[1])
+
+
+def serve_pages(opened: ExitStack) -> int:
+    """A port on which a web server answers."""
+    server = opened.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler))
+    opened.callback(server.shutdown)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server.server_port
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +78,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, store_server: EmbeddedStore
             "store": f"127.0.0.1:{port}",
             "tls": f"127.0.0.1:{serve_tls(Authority(folder / 'ours'), opened)}",
             "silent": f"127.0.0.1:{silent.getsockname()[1]}",
+            "web": f"127.0.0.1:{serve_pages(opened)}",
             "nobody": f"127.0.0.1:{free_port()}",
             "theirs": str(Authority(folder / "theirs").ca_file),
             "garbage": str(folder / "garbage.pem"),
@@ -93,6 +103,11 @@ def places(tmp_path_factory: pytest.TempPathFactory, store_server: EmbeddedStore
             "speak TLS?",
         ),
         ("redis://:secret@{tls}", "if it speaks TLS, write rediss://"),
+        (
+            "redis://:secret@{web}",
+            "{web} answers, but not as Redis does; correct the host and the port of the URL, or",
+        ),
+        ("redis+cluster://:secret@{web}", "{web} answers, but not as Redis does; correct the host and the port"),
         (
             "rediss://{tls}",
             "{tls} shows a certificate that is not trusted (unable to get local issuer certificate); end the URL "
