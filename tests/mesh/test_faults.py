@@ -100,11 +100,14 @@ async def disturbed(run: MeshRun, counter: str, values: Mapping[str, int | None]
 async def test_a_train_that_the_mesh_repeats_is_applied_once(light: MeshRun) -> None:
     light.habits = Habits(retries={TRAIN: {"retry_on": "5xx", "num_retries": 20, "per_try_timeout": "0.03s"}})
     light.start()
-    await light.until(lambda: light.status.step >= 10, FIRST_STEP_S, "ten steps")
-    repeated = light.sidecars["controller"].count("cluster.actor.upstream_rq_retry")
-    logger.info("%d calls of Train repeated by the sidecar", repeated)
+
+    def num_repeated() -> int:
+        return light.sidecars["controller"].count("cluster.actor.upstream_rq_retry")
+
+    # on a quiet machine most calls of Train are answered before a try ends
+    await light.until(lambda: light.status.step >= 10 and num_repeated() > 0, FIRST_STEP_S, "a repeated call of Train")
+    logger.info("%d calls of Train repeated by the sidecar", num_repeated())
     await light.stop()
-    assert repeated > 0
     verdict = require_balance(light)
     assert verdict.figures["actor replays"] == 0
 
