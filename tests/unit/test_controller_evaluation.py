@@ -418,6 +418,26 @@ async def test_a_slow_scorer_is_late_once_for_a_number_of_items_and_not_for_ever
     assert Slow.num_items == [NUM_RESPONSES * num for num in late + in_time]
 
 
+async def test_a_scorer_that_was_away_is_not_asked_for_each_prompt_alone(
+    make_settings: Callable[..., RunSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Away(Scorer):
+        num_items: ClassVar[list[int]] = []
+
+        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
+            self.num_items.append(len(items))
+            if len(self.num_items) > 6:
+                return await super().score(items)
+            await asyncio.sleep(settings.reward.timeout_s)
+            return [Failure("DEADLINE", "late", retryable=True) for _ in items]
+
+    monkeypatch.setattr(evaluation, "SCORE_CHUNK", 64 * NUM_RESPONSES)
+    settings = make_settings(reward={"address": "scorer:1", "timeout_s": 0.1})
+    values = await evaluated(make_settings, Replica("r.0"), scorer=Away(), settings=settings, num_prompts=64)
+    assert values["eval/held/missing"] == 0
+    assert min(Away.num_items) >= 2 * NUM_RESPONSES
+
+
 async def test_the_loop_goes_on_while_the_items_of_a_large_set_are_made(
     make_settings: Callable[..., RunSettings],
 ) -> None:

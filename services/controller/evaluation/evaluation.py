@@ -252,7 +252,8 @@ class Evaluation:
             logger.debug("%d held-out responses cannot be scored at present, trying again", len(away))
             half = (len(groups) + 1) // 2
             if len(scored) == num_before and time.monotonic() - began >= self._settings.reward.timeout_s:
-                most = len(asked.items) // 2
+                # no less: a scorer that was away, and not slow, would be asked for each prompt alone from here on
+                most = max(len(asked.items) // 2, SCORE_CHUNK // 16)
             for part in filter(None, (groups[:half], groups[half:])):
                 left.append(_Unscored([away[place] for group in part for place in group], num_failed, num_scored))
             await patience.wait(PAUSE_S)
