@@ -31,7 +31,7 @@ from rolecall.settings import (
     shadows_of,
 )
 from rolecall.settings.data import IMAGE_MARK
-from rolecall.settings.presets import INSTRUCTIONS, INSTRUCTIONS_FIELD
+from rolecall.settings.reward.presets import INSTRUCTIONS, INSTRUCTIONS_FIELD
 
 UID_FIELD = "uid"
 """The field of a prompt's id, where it has one."""

@@ -40,7 +40,6 @@ from rolecall.settings.algorithm.losses import (
     SapoLoss,
 )
 from rolecall.settings.algorithm.shaping import CurriculumSection, FiltersSection, OverlongSection, ShapingSection
-from rolecall.settings.code import CodeScorer, LanguageSection
 from rolecall.settings.data import (
     DataSection,
     Dtype,
@@ -79,13 +78,16 @@ from rolecall.settings.load import (
 )
 from rolecall.settings.model_server import ModelServer
 from rolecall.settings.plugin import FunctionName, PluginSection
-from rolecall.settings.presets import (
+from rolecall.settings.reward.code import CodeScorer, LanguageSection
+from rolecall.settings.reward.components import RewardComponent, RewardSection, shadows_of, taken_names
+from rolecall.settings.reward.presets import (
     ChoiceScorer,
     InstructionScorer,
     NumberScorer,
     PresetScorer,
 )
-from rolecall.settings.reward import (
+from rolecall.settings.reward.rubric import Rubric
+from rolecall.settings.reward.scorers import (
     COMPARING,
     AnswerScorer,
     ExternalScorer,
@@ -93,14 +95,10 @@ from rolecall.settings.reward import (
     JsonScorer,
     LengthScorer,
     PatternScorer,
-    RewardComponent,
-    RewardSection,
     ScorerSection,
-    shadows_of,
-    taken_names,
 )
 from rolecall.settings.reward_model import ProcessSection, RewardModelSettings
-from rolecall.settings.rubric import Rubric
+from rolecall.settings.rollout import EnvironmentSection, RolloutSection
 from rolecall.settings.run import RunSettings
 from rolecall.settings.section import (
     FEW_CALLS,
@@ -118,9 +116,7 @@ from rolecall.settings.section import (
 )
 from rolecall.settings.services import (
     ControllerSection,
-    EnvironmentSection,
     LauncherSection,
-    RolloutSection,
     RpcSection,
     StoreSection,
     TelemetrySection,

@@ -9,13 +9,12 @@ from rolecall.settings.algorithm.algorithm import AlgorithmSection
 from rolecall.settings.checks import evaluation, placement, rewards, roles, sampler, sizes, trainers
 from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
 from rolecall.settings.deadlines import Deadline, derive, filled_in
-from rolecall.settings.reward import RewardSection
+from rolecall.settings.reward.components import RewardSection
+from rolecall.settings.rollout import EnvironmentSection, RolloutSection
 from rolecall.settings.section import Section
 from rolecall.settings.services import (
     ControllerSection,
-    EnvironmentSection,
     LauncherSection,
-    RolloutSection,
     RpcSection,
     StoreSection,
     TelemetrySection,

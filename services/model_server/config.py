@@ -9,7 +9,7 @@ from typing import Any
 
 from rolecall.errors import ConfigError
 from rolecall.settings import ExternalScorer, RunSettings, require_visible
-from rolecall.settings.services import CPU_CACHE_BYTES
+from rolecall.settings.rollout import CPU_CACHE_BYTES
 
 
 @dataclass(frozen=True)

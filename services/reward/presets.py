@@ -9,7 +9,7 @@ from typing import Any
 from rolecall.errors import BadGroundTruthError
 from rolecall.scoring.scores import Item, Score, ScoreFunction
 from rolecall.settings import ChoiceScorer, InstructionScorer, NumberScorer, PatternScorer, PresetScorer
-from rolecall.settings.presets import INSTRUCTIONS_FIELD
+from rolecall.settings.reward.presets import INSTRUCTIONS_FIELD
 from services.reward.scorers.ifeval import followed, followed_loosely
 from services.reward.scorers.multiple_choice import choice_answer, choice_match
 from services.reward.scorers.numbers import gsm8k_answer, gsm8k_match, last_number, numeric_match

@@ -24,7 +24,8 @@ from rolecall.rpc.callers import Caller, services
 from rolecall.rpc.fence import Fence
 from rolecall.rpc.membership import Membership
 from rolecall.settings import RpcSection
-from rolecall.settings.reward import AnswerScorer, JsonScorer, RewardComponent
+from rolecall.settings.reward.components import RewardComponent
+from rolecall.settings.reward.scorers import AnswerScorer, JsonScorer
 from rolecall.store.ledger import Ledger
 from rolecall.store.sealed import read_ctl
 from rolecall.training.serving.calls import ColumnCalls

@@ -9,7 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import RunSettings
-from rolecall.settings.services import PROBE_ROOM
+from rolecall.settings.rollout import PROBE_ROOM
 from rolecall.v1 import trajectory_pb2
 from services.rollout.config import configure
 from services.rollout.engine import sampling_params

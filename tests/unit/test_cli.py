@@ -14,7 +14,7 @@ from rolecall.commands.steer import find
 from rolecall.config_file import overrides_from
 from rolecall.errors import ConfigError
 from rolecall.settings import EvaluationSection, load_settings
-from rolecall.settings.rubric import rubric_tree
+from rolecall.settings.reward.rubric import rubric_tree
 from tests.twins.launched import write_light_config
 
 
@@ -198,7 +198,7 @@ def test_files_are_utf_8_where_the_locale_is_not(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from types import SimpleNamespace\n"
         "from rolecall.manifests.render import write_all\n"
-        "from rolecall.settings.rubric import rubric_tree\n"
+        "from rolecall.settings.reward.rubric import rubric_tree\n"
         "from rolecall.training.export.export import _describe\n"
         "folder = Path(sys.argv[1])\n"
         "rubric = rubric_tree(folder / 'rubric.yaml', SimpleNamespace(context=None))\n"

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.settings.engine_arguments import REFUSED
-from rolecall.settings.services import PROBE_ROOM
+from rolecall.settings.rollout import PROBE_ROOM
 from services.controller.publish.probe import MAX_PROBE_TOKENS, NUM_DECODED
 from services.rollout.config import configure, start_environment
 from tests.smallest import smallest_tree

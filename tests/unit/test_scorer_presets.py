@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from rolecall.errors import BadGroundTruthError
 from rolecall.scoring.scores import Item, Score
-from rolecall.settings.presets import INSTRUCTIONS
+from rolecall.settings.reward.presets import INSTRUCTIONS
 from services.reward.catalog import LocalScorer, bind
 from services.reward.scorers.dapo_math import dapo_answer, dapo_match
 from services.reward.scorers.hendrycks_math import hendrycks_match, normalized_math

@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from rolecall.settings.algorithm.advantages import GdpoAdvantage, GrpoAdvantage, PassAtKAdvantage
-from rolecall.settings.reward import FunctionScorer, LengthScorer, shadows_of
+from rolecall.settings.reward.components import shadows_of
+from rolecall.settings.reward.scorers import FunctionScorer, LengthScorer
 from rolecall.settings.section import may_meet
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from rolecall.scoring.items import groups_of
 from rolecall.scoring.json_server import JsonServer
 from rolecall.scoring.scores import Item
 from rolecall.settings import Rubric
-from rolecall.settings.rubric import FIRST, MARKS, SECOND, TIE, templates
+from rolecall.settings.reward.rubric import FIRST, MARKS, SECOND, TIE, templates
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2
 from services.reward.external.remembered import Remembered

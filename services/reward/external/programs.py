@@ -23,7 +23,7 @@ from rolecall.sandbox import Ran
 from rolecall.scoring.json_server import JsonServer
 from rolecall.scoring.scores import Item
 from rolecall.settings import CodeScorer
-from rolecall.settings.code import PYTHON
+from rolecall.settings.reward.code import PYTHON
 from rolecall.telemetry.scorers import ScorerMeter
 from rolecall.v1 import reward_pb2
 from services.reward.catalog import describe

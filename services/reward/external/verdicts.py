@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from rolecall.data.json_text import parse_json
 from rolecall.errors import AbstainedError, ScorerError
 from rolecall.settings import Rubric
-from rolecall.settings.rubric import TIE
+from rolecall.settings.reward.rubric import TIE
 
 Votes: TypeAlias = tuple[str | None, ...]
 """The verdict of each answer; None where it could not be read."""

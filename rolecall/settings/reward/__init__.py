@@ -1,0 +1,1 @@
+"""The sections under `reward`: scorers, rubrics of judges, components, the service."""
