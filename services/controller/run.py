@@ -12,30 +12,26 @@ from collections.abc import AsyncIterator, Callable
 
 from rolecall.errors import (
     BudgetSpentError,
-    ConfigError,
     FencedError,
     InvalidInputError,
     RoleCallError,
     RowMissingError,
     RunLockedError,
-    ScorerLoadingError,
-    ScorerUnavailableError,
     StoreRolledBackError,
     StoreUnavailableError,
 )
 from rolecall.identity import settle
-from rolecall.scoring.client import algorithm_problem
-from rolecall.settings import RunSettings, shadows_of
+from rolecall.settings import RunSettings
 from rolecall.telemetry import Metrics, export
 from rolecall.telemetry.states import StateClock
 from rolecall.trackers import End
-from rolecall.v1 import controller_pb2, reference_pb2, training_pb2
+from rolecall.v1 import controller_pb2, training_pb2
 from rolecall.v1.rollout_pb2_grpc import RolloutServiceStub
 from services.controller.durable.recovery import Recovery
 from services.controller.groups.failures import RecoveryBudget, starts_over
-from services.controller.groups.prompts import Cursor
 from services.controller.loop import Loop
 from services.controller.parts import Parts
+from services.controller.roles import CHECKPOINTS, Roles
 from services.controller.step.trainers import TrainerStub
 from services.controller.tasks import FirstErrorGroup
 from services.controller.wiring import read_data, wire
@@ -48,10 +44,6 @@ TELL_LEASES = 2
 """Leases of patience with a worker that has not heard of the run's end: on a busy machine heartbeats come late."""
 COUNTS_S = 2.0
 """Longest wait for the store's counts in an answer about the run: shorter than any caller's deadline."""
-ROLE_POLL_S = 0.25
-"""Pause between two looks at a role that is not up yet."""
-CHECKPOINTS = "the checkpoints' storage"
-"""What is waited for as a role is: a recovery reads the newest."""
 
 
 class ControllerRun:
@@ -74,8 +66,6 @@ class ControllerRun:
         """There once `run` has read the data."""
         self._counting: asyncio.Future[controller_pb2.LedgerCounts] | None = None
         """The newest look at the store's counts: one at a time, however many ask while the store is away."""
-        self._unanswered: dict[str, RoleCallError] = {}
-        """Last error by role that is waited for."""
         self._remembering = asyncio.Lock()
         self._over = False
         self._told: set[str] = set()
@@ -167,25 +157,25 @@ class ControllerRun:
         loop that starts over finds when it needs them.
         """
         parts = self._parts
-        shifts, recovering = parts.shifts, self._board.num_recoveries > 0
+        roles, shifts, recovering = Roles(parts, budget), parts.shifts, self._board.num_recoveries > 0
         scoring = set(self._settings.references_in_shifts)
         first = {"store", CHECKPOINTS, *(trainer.name for trainer in parts.trainers), *parts.references} - scoring
         then = {"rollouts"}
         # A scorer that is away is waited for by its groups, and the run has started with it.
         first |= set() if recovering else {"reward"}
         await shifts.begin(ctl)
-        if not await self._wait_for_roles(first if shifts.are_taken else first | then, budget):
+        if not await roles.answer(first if shifts.are_taken else first | then):
             return await self._require_saved()
         if scoring and not recovering:
             await shifts.to_scoring(ctl)
-            if not await self._wait_for_roles(scoring, budget):
+            if not await roles.answer(scoring):
                 return await self._require_saved()
             await shifts.to_training(ctl)
         budget.recovered()
         self._board.states.enter("recovering" if recovering else "starting")  # no more paused: its roles are here
         recovered = await _recovery(parts).run(ctl)
         await shifts.to_publishing(ctl)
-        if shifts.are_taken and not await self._wait_for_roles(then, budget):
+        if shifts.are_taken and not await roles.answer(then):
             return await self._require_saved()
         await Loop(parts, recovered).run()
 
@@ -218,99 +208,6 @@ class ControllerRun:
         except StoreRolledBackError:
             pass  # of this kind, or of another
         return self._ledger.fenced.take_set_back()
-
-    async def _wait_for_roles(self, missing: set[str], budget: RecoveryBudget) -> bool:
-        """True when every role of `missing`, and the store where it is one, answers; false when a stop is asked for
-        meanwhile. BudgetSpentError names those that did not in time.
-        """
-        controller, recovering = self._settings.controller, self._board.num_recoveries > 0
-        name, timeout_s = (
-            ("stall_timeout_s", controller.stall_timeout_s)
-            if recovering
-            else ("start_timeout_s", controller.start_timeout_s)
-        )
-        self._unanswered.clear()
-        try:
-            async with asyncio.timeout(timeout_s) as limit:
-                while missing:
-                    if self._board.paused:  # people may have taken the roles away until they resume it
-                        limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
-                        budget.paused()
-                    state = "recovering" if recovering else "starting"
-                    self._board.wait_for(", ".join(self._awaited(role) for role in sorted(missing)), state)
-                    if self._board.stop_requested:
-                        return False
-                    missing = {role for role in missing if not await self._answers(role)}
-                    await asyncio.sleep(ROLE_POLL_S if missing else 0)
-        except TimeoutError as error:
-            why = "".join(
-                f"; {role}: {self._unanswered[role].message}" for role in sorted(missing & self._unanswered.keys())
-            )
-            who = ", ".join(self._awaited(role) for role in sorted(missing))
-            raise BudgetSpentError(
-                f"{who} did not come up within controller.{name} = {timeout_s:.0f} s; see their logs{why}"
-            ) from error
-        return True
-
-    async def _enough_rollouts(self) -> bool:
-        """A run starts with all the replicas that it names; one that goes on does so with the first, and the others
-        join at a step boundary.
-        """
-        number = len(self._fleet.rollouts())
-        return number >= self._settings.num_first_rollouts or (
-            number > 0 and (await self._threads.call(self._ledger.position)).published_step >= 0
-        )
-
-    async def _reward_answers(self) -> bool:
-        """A run starts with all its scorers; one that goes on does so without those of weight 0 that are away.
-        ScorerUnavailableError.
-        """
-        spec = await self._parts.reward.describe()
-        if problem := algorithm_problem(self._settings.algorithm, spec):
-            raise ConfigError(problem)
-        missing = shadows_of(self._settings.reward.components) - {part.name for part in spec.components}
-        if not missing or (await self._threads.call(self._ledger.position)).published_step >= 0:
-            return True
-        self._parts.reward.forget()
-        raise ScorerUnavailableError(
-            f"the scorers of {', '.join(f'reward.components.{name}' for name in sorted(missing))} have not answered; "
-            "correct their addresses or start them, see the reward's log"
-        )
-
-    async def _answers(self, name: str) -> bool:
-        if self._fleet.is_lost(name):
-            return False
-        try:
-            if name == "store":
-                position = await self._threads.call(self._ledger.position)
-                place = Cursor.decode(position.cursor)  # seen before any model has loaded
-                await self._threads.call(place.within, self._parts.raw_prompts)
-            elif name == CHECKPOINTS:
-                await self._threads.call(self._parts.checkpoints.latest)
-            elif name == "rollouts":
-                return await self._enough_rollouts()
-            elif name == "reward":
-                return await self._reward_answers()
-            elif name in self._parts.references:
-                info = await self._parts.references[name].GetInfo(reference_pb2.GetReferenceInfoRequest())
-                if info.instance != name:  # it would write the columns that it is asked for, of another model
-                    raise ConfigError(
-                        f"references.{name}.address: the reference {info.instance!r} answers there; correct the address"
-                    )
-            else:
-                await next(trainer for trainer in self._parts.trainers if trainer.name == name).info()
-        except RoleCallError as error:
-            if not error.retryable:
-                raise
-            self._unanswered[name] = error
-            return False
-        return True
-
-    def _awaited(self, name: str) -> str:
-        if isinstance(self._unanswered.get(name), ScorerLoadingError):
-            return f"{name} (a server of its scorers is loading)"
-        number, wanted = len(self._fleet.rollouts()), self._settings.num_first_rollouts
-        return f"{name} ({number} of {wanted})" if name == "rollouts" and 0 < number < wanted else name
 
     async def _beat(self) -> None:
         """The controller's own heartbeat in the store, outages of which it outlives: runs until cancelled. FencedError

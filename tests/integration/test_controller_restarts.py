@@ -96,7 +96,7 @@ async def test_a_recovery_waits_for_checkpoints_that_are_away(
             raise StorageUnavailableError("the object store is away")
         return latest(checkpoints)
 
-    monkeypatch.setattr("services.controller.run.ROLE_POLL_S", 0.02)
+    monkeypatch.setattr("services.controller.roles.ROLE_POLL_S", 0.02)
     async with light_run() as run, run.rollout("rollout-0"), run.controller() as life:
         await life.reaches(1)
         monkeypatch.setattr(Checkpoints, "latest", away_for_a_while)
