@@ -21,6 +21,8 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PretrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -339,6 +341,37 @@ def write_qwen2(path: Path, *, vocab: int = 152, seed: int = 0) -> Path:
             if name.endswith("bias"):
                 parameter.copy_(0.3 * torch.arange(parameter.numel()).sin())
     model.save_pretrained(path)
+    return path
+
+
+def write_phi3(
+    path: Path, *, original_tokens: int, max_tokens: int = 256, vocab: int = 152, hidden: int = 64, seed: int = 0
+) -> Path:
+    """A random Phi-3 with LongRoPE as Phi-4-mini has it, first trained to read `original_tokens`, of heads of which
+    three quarters turn. No tokenizer. Returns `path`.
+    """
+    num_factors = hidden // 4 * 3 // 8
+    config = Phi3Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=original_tokens,
+        max_position_embeddings=max_tokens,
+        rope_scaling={
+            "type": "longrope",
+            "short_factor": [1.0 + 0.1 * i for i in range(num_factors)],
+            "long_factor": [1.5 + 0.7 * i for i in range(num_factors)],
+        },
+        tie_word_embeddings=True,
+        eos_token_id=EOS_TOKEN_ID,
+        pad_token_id=0,
+        initializer_range=0.2,
+    )
+    _drawn(Phi3ForCausalLM, config, seed).save_pretrained(path)
     return path
 
 

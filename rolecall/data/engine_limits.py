@@ -16,11 +16,11 @@ from rolecall.data.model_files import (
     EXPERTS,
     QWEN3_5_TEXT,
     has_recurrent_layers,
-    kind_of_rope,
-    rope_parameters,
+    max_model_tokens,
     tensor_names,
     text_config,
 )
+from rolecall.data.rope import kind_of_rope, rope_parameters
 from rolecall.data.shift_plan import check_cpu_sleep
 from rolecall.data.vllm_files import check_engine_arguments
 from rolecall.errors import ConfigError
@@ -45,6 +45,11 @@ _ALL_FULL_ATTENTION = (
 """Values of model_type whose every layer attends to all tokens before, unless use_sliding_window says otherwise."""
 
 
+def engine_tokens(settings: RunSettings) -> int:
+    """Tokens of the longest sequence that the rollouts' engines take: their max_model_len."""
+    return min(max_model_tokens(settings.model.path), settings.longest_trajectory)
+
+
 def check_engine(settings: RunSettings) -> None:
     """ConfigError when the rollouts' vLLM cannot run the model as the settings ask; reads the model's JSON files."""
     check_engine_arguments(settings.rollout.engine)
@@ -52,6 +57,7 @@ def check_engine(settings: RunSettings) -> None:
     _check_stages(settings.model.path, settings.rollout.pipeline_parallel_size)
     _check_images(settings.model.path)
     _check_gpt_oss(settings.model.path, "model.path")
+    _check_stablelm(settings.model.path, "model.path")
     if settings.rollout.devices:
         _check_gpus(settings)
     else:
@@ -63,6 +69,7 @@ def check_server(section: ModelServer, path: Path, setting: str) -> None:
     check_engine_arguments(section.engine, f"{setting}.engine")
     _check_split(path, section.tensor_parallel_size, setting)
     _check_gpt_oss(path, f"{setting}.model")
+    _check_stablelm(path, f"{setting}.model")
     if not section.devices:
         _check_cpu_attention(path, section.engine.get("block_size"), f"{setting}.model", setting)
 
@@ -131,6 +138,17 @@ def _check_gpt_oss(path: Path, model: str) -> None:
         raise ConfigError(
             f"{model} {path}: vLLM computes a gpt-oss with {name} as its publisher has it, and not {text.get(name)} of "
             "config.json; use a model of that kind"
+        )
+
+
+def _check_stablelm(path: Path, model: str) -> None:
+    """ConfigError when the model at `path`, which `model` names, is a StableLM with what vLLM's code leaves out."""
+    text = text_config(path)
+    left_out = [name for name in ("use_parallel_residual", "qk_layernorm") if text.get(name)]
+    if text.get("model_type") == "stablelm" and left_out:
+        raise ConfigError(
+            f"{model} {path}: vLLM computes a stablelm without {' and '.join(left_out)} of config.json; use a model "
+            "that has neither, as StableLM 2 1.6B"
         )
 
 

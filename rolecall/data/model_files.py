@@ -2,7 +2,8 @@
 fits its tokenizer.
 
 Owns the complaints about `model.path` that need no weights to be loaded, but for those of vLLM (engine_limits.py), of
-Megatron (megatron_limits.py), of images (images/limits.py), of routing (mixture.py) and of adapters (adapters.py).
+Megatron (megatron/limits.py), of images (images/limits.py), of rotary positions (rope.py), of routing (mixture.py) and
+of adapters (adapters.py).
 `rolecall check` and the roles' configurations read through here. No torch.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 
 from rolecall.data.images.tokens import FAMILIES
 from rolecall.data.json_text import parse_json
+from rolecall.data.rope import check_rope
 from rolecall.errors import ConfigError
 from rolecall.settings import LayoutSection
 
@@ -27,8 +29,6 @@ _RECURRENT = ("qwen3_next", *QWEN3_5_TEXT)
 """Values of model_type of models with recurrent layers."""
 ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
 """Kinds of layers that keep no state, in a configuration's layer_types."""
-_ROPE_BY_LENGTH = ("longrope", "su", "dynamic")
-"""Kinds of rotary positions whose frequencies change with the length of what is computed together."""
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 """Values of model_type whose language model can be saved, and trained, alone."""
 _DEQUANTIZED = (
@@ -208,12 +208,7 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
                 f"{where} caps its logits softly ({cap} {text[cap]} of config.json), which neither attention nor "
                 "logprobs support here; use a model without it, as Gemma 3"
             )
-    rope_type = kind_of_rope(text)
-    if rope_type in _ROPE_BY_LENGTH:
-        raise ConfigError(
-            f"{where} turns positions by the longest sequence of a pass (rope_type {rope_type!r} of config.json), and "
-            "sequences of all lengths are packed; use another model, as Phi-4 in place of Phi-4-mini"
-        )
+    check_rope(text, where)
     heads, keys, hidden = (text.get(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     if isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
         raise ConfigError(
@@ -303,19 +298,6 @@ def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.pa
 def sees_images(path: Path, setting: str = "model.path") -> bool:
     """Whether the model at `path` is one of text and images that is trained whole."""
     return _json(path / "config.json", setting).get("model_type") in FAMILIES
-
-
-def rope_parameters(text: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a model's rotary positions by its configuration: those under the older name, where it has both,
-    as transformers takes them.
-    """
-    return dict(text.get("rope_scaling") or text.get("rope_parameters") or {})
-
-
-def kind_of_rope(text: dict[str, Any]) -> Any:
-    """The type of a model's rotary positions by its configuration."""
-    rope = rope_parameters(text)
-    return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def num_experts(text: dict[str, Any]) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from rolecall.checkpoint.manifest import StoredFile
 from rolecall.checkpoint.storage import Storage
-from rolecall.data.megatron_limits import require_installed
+from rolecall.data.megatron.limits import require_installed
 from rolecall.settings import TrainingBackend
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import EngineState, SavedModel, TrainingEngine

@@ -57,6 +57,10 @@ class EngineOptions:
     """Leave the vision tower as it is, in `dtype`, where the model has one."""
     freeze_routers: bool = False
     """Leave the routers of experts as they are. ConfigError when the model has none."""
+    max_sequence_tokens: int | None = None
+    """Tokens of the longest sequence that the policy's sampler takes, by which LongRoPE's factors are chosen; None: the
+    model's own bound.
+    """
     shows_images: bool = True
     """Whether prompts may show images, where the model has a vision tower; else it is never called."""
     deterministic: bool = False

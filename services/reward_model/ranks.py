@@ -120,6 +120,7 @@ def build(settings: RewardModelSettings, folder: Path, hooks: ProcessHooks) -> S
         dtype=settings.dtype,
         optimizer=None,
         parallel=ParallelSection(**settings.parallel.model_dump()),
+        max_sequence_tokens=settings.max_tokens,
     )
     actor = ActorSection(num_threads=settings.num_threads)
     return ScoringRanks(start_context(options, settings, actor, folder, settings.start_timeout_s, hooks))

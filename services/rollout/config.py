@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.data.adapters import with_modules
-from rolecall.data.engine_limits import check_engine
+from rolecall.data.engine_limits import check_engine, engine_tokens
 from rolecall.data.images.tokens import read_visual_tokens
 from rolecall.data.mixture import Mixture, read_mixture
-from rolecall.data.model_files import eos_token_ids, has_recurrent_layers, max_model_tokens, read_model, text_config
+from rolecall.data.model_files import eos_token_ids, has_recurrent_layers, read_model, text_config
 from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, RunSettings, WeightsSection, require_visible
@@ -83,7 +83,7 @@ def configure(settings: RunSettings, worker: str, machine_cores: Sequence[int]) 
     path = settings.model.path
     check_engine(settings)
     visual_tokens = read_visual_tokens(path)
-    longest = min(max_model_tokens(path), settings.longest_trajectory)
+    longest = engine_tokens(settings)
     return RolloutConfig(
         model_path=path,
         dtype=settings.model.dtype,

@@ -113,6 +113,16 @@ def test_fused_experts_with_biases_and_sinks_are_exact_after_every_publish(sinks
     assert sinks["delta"]["wire_share"] < 0.03
 
 
+@pytest.mark.thorough("test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish")
+@pytest.mark.parametrize("kind", ["short_rope", "long_rope"])
+def test_long_rope_is_exact_within_and_beyond_the_length_that_a_model_was_first_trained_on(
+    kind: str, tmp_path: Path
+) -> None:
+    outcomes = _play(kind, tmp_path)
+    assert is_exact(outcomes["first"]), outcomes["first"]
+    assert is_exact(outcomes["delta"]), outcomes["delta"]
+
+
 @pytest.mark.thorough("test_parameters_that_the_actor_does_not_export_are_caught_by_coverage_and_named")
 def test_missing_sinks_and_biases_of_experts_are_caught_by_coverage_and_named(sinks: Outcomes) -> None:
     assert sinks["not exported"]["error"][0] == "TornWeightsError"

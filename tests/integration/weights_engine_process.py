@@ -51,10 +51,11 @@ from rolecall.weights.fingerprint import fingerprint
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.transferred import Transferred
-from tests.tiny_models import write_glm4_moe, write_gpt_oss, write_granite, write_qwen3, write_qwen3_moe
+from tests.tiny_models import write_glm4_moe, write_gpt_oss, write_granite, write_phi3, write_qwen3, write_qwen3_moe
 
 PROMPT = [5, 9, 23, 77, 4]
 NUM_TOKENS = 12
+MAX_MODEL_LEN = 128
 TIMEOUT_S = 60.0
 ABANDONED_S = 1.0
 """Time in which a call has reached the workers."""
@@ -109,7 +110,7 @@ class Bench:
             "kv_cache_memory_bytes": 64 * 2**20,
             "dtype": "float32",
             "logprobs_mode": "processed_logprobs",
-            "max_model_len": 128,
+            "max_model_len": MAX_MODEL_LEN,
             "weight_transfer_config": WeightTransferConfig(backend="rolecall"),
             "worker_extension_cls": "tests.integration.dropping_worker.DroppingWorker",
         }
@@ -241,6 +242,9 @@ def write_model(kind: str, path: Path, seed: int) -> Path:
         return write_glm4_moe(path, vocab=VOCAB, seed=seed, head_dim=32)
     if kind == "scaled":
         return write_granite(path, tied=True, vocab=VOCAB, hidden=128, seed=seed)
+    if kind in ("short_rope", "long_rope"):  # to transformers, too: a pass is as long as PROMPT at the least
+        original_tokens = MAX_MODEL_LEN if kind == "short_rope" else len(PROMPT) - 1
+        return write_phi3(path, original_tokens=original_tokens, vocab=VOCAB, hidden=128, seed=seed)
     if kind == "sinks":
         return write_gpt_oss(path, vocab=VOCAB, seed=seed)
     return write_qwen3(path, tied=kind == "tied", vocab=VOCAB, hidden=128, kv_heads=4, seed=seed)
@@ -326,6 +330,12 @@ async def balanced(bench: Bench) -> None:
     await bench.publish("second", 1)
 
 
+async def rope(bench: Bench) -> None:
+    """A model whose positions turn by one of two sets of factors."""
+    await bench.publish("first", 0)
+    await bench.publish("delta", ALMOST)
+
+
 async def sinks(bench: Bench) -> None:
     """A mixture of fused experts with biases, whose heads have sinks: as experts, whole and as what changed."""
     await bench.publish("first", 0)
@@ -384,6 +394,8 @@ SCENARIOS: dict[str, tuple[Callable[[Bench], Awaitable[None]], str, int, dict[st
     "moe": (moe, "moe", 20_000, {}),
     "sinks": (sinks, "sinks", 20_000, {}),
     "balanced": (balanced, "balanced", 20_000, {}),
+    "short_rope": (rope, "short_rope", 20_000, {}),
+    "long_rope": (rope, "long_rope", 20_000, {}),
     "worker": (workers, "dense", 30_000, {"tensor_parallel_size": 1}),
     "workers": (workers, "dense", 30_000, {"tensor_parallel_size": 2}),
     "sink_workers": (workers, "sinks", 20_000, {"tensor_parallel_size": 2}),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rolecall.commands.cli import main
-from rolecall.data.megatron_limits import ABSENT, MODEL_TYPES
+from rolecall.data.megatron.limits import ABSENT, MODEL_TYPES
 from rolecall.data.model_files import num_experts
 from tests.twins.launched import write_light_config
 

@@ -22,6 +22,9 @@ from rolecall.settings import load_settings
 from tests.tiny_tokenizer import write_tokenizer
 from tests.twins.launched import VOCAB_SIZE, write_light_config, write_model
 
+LONG_ROPE: dict[str, Any] = {"type": "su"}
+PHI3: dict[str, Any] = {"model_type": "phi3", "original_max_position_embeddings": 64}
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
@@ -134,8 +137,24 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
         " caps its logits softly (final_logit_softcapping 30.0 of config.json), which neither attention nor logprobs",
     ),
     (
-        edit("config.json", rope_scaling={"type": "longrope", "short_factor": [1.0]}, rope_parameters=None),
+        edit("config.json", rope_parameters={"full_attention": {"rope_type": "longrope"}}),
         " turns positions by the longest sequence of a pass (rope_type 'longrope' of config.json), and sequences of",
+    ),
+    (
+        edit("config.json", rope_scaling={"type": "longrope"}),
+        " turns positions by the longest sequence of a pass (rope_type 'longrope' of config.json), and sequences of",
+    ),
+    (
+        edit("config.json", rope_scaling=LONG_ROPE, **PHI3 | {"original_max_position_embeddings": 1}),
+        " has LongRoPE with original_max_position_embeddings 1 and max_position_embeddings 2048 of config.json; both",
+    ),
+    (
+        edit("config.json", rope_scaling=LONG_ROPE | {"factor": 8.0}, **PHI3),
+        " has LongRoPE whose queries and keys transformers scales by 1.224745 and vLLM by 1.354006 (factor, attention_",
+    ),
+    (
+        edit("config.json", rope_scaling=LONG_ROPE | {"long_mscale": 1.5}, **PHI3),
+        " has LongRoPE whose queries and keys transformers scales by 1.354006 and vLLM by 1.5 (factor, attention_fact",
     ),
     (
         edit("config.json", rope_scaling={"type": "dynamic"}, rope_parameters={"rope_type": "default"}),
@@ -272,6 +291,35 @@ def test_a_gpt_oss_that_vllm_would_compute_as_another_is_refused(
     found = problems(config, "rollout.num_replicas=1")
     assert found == [] if told is None else any(told in problem for problem in found), found
     assert problems(config, "rollout.num_replicas=0") == []
+
+
+def test_a_stablelm_of_which_vllm_leaves_something_out_is_refused(config: Path) -> None:
+    for left_out in ("use_parallel_residual", "qk_layernorm"):
+        edit("config.json", model_type="stablelm", **{left_out: True})(config.parent / "model")
+        (told,) = problems(config, "rollout.num_replicas=1")
+        assert f"vLLM computes a stablelm without {left_out} of config.json; use a model that has neither" in told
+        assert problems(config, "rollout.num_replicas=0") == []
+        edit("config.json", **{left_out: False})(config.parent / "model")
+    assert problems(config, "rollout.num_replicas=1") == []
+
+
+def told_by_check(config: Path, *overrides: str) -> str:
+    told = io.StringIO()
+    assert find_problems(load_settings(config, list(overrides)), told) == []
+    return told.getvalue()
+
+
+def test_the_factors_of_long_rope_are_told_by_the_longest_sequence_of_the_engine(config: Path) -> None:
+    """Training's or an evaluation's, and never more than the model's own bound."""
+    edit("config.json", rope_scaling=LONG_ROPE, **PHI3)(config.parent / "model")
+    short = ("data.max_prompt_tokens=32", "sampling.max_tokens=32")
+    assert "LongRoPE's short factors for all tokens; the longest sequence, of 64 tokens, is within original_max_" in (
+        told_by_check(config, *short)
+    )
+    longer = ("data.max_prompt_tokens=32", "sampling.max_tokens=33")
+    assert "rotary positions of model.path: LongRoPE's long factors for all tokens; the longest sequence, of 65" in (
+        told_by_check(config, *longer)
+    )
 
 
 RECURRENT = {"model_type": "qwen3_next"}

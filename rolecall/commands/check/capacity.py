@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rolecall.commands.check.preflight import NOTE
 from rolecall.commands.check.trainers import Trainer, trainers
-from rolecall.data.engine_limits import num_cached_per_token
-from rolecall.data.model_files import ModelFacts, max_model_tokens
+from rolecall.data.engine_limits import engine_tokens, num_cached_per_token
+from rolecall.data.model_files import ModelFacts
 from rolecall.data.parameter_counts import reference_held
 from rolecall.data.shift_plan import (
     gpu_memory_bytes,
@@ -124,7 +124,7 @@ def check_cache(settings: RunSettings) -> None:
     rollout, path = settings.rollout, settings.model.path
     if rollout.cache_bytes is None or "kv_cache_dtype" in rollout.engine:
         return
-    num_tokens = min(max_model_tokens(path), settings.longest_trajectory)
+    num_tokens = engine_tokens(settings)
     cached = num_cached_per_token(path, rollout.tensor_parallel_size, rollout.pipeline_parallel_size)
     least = num_tokens * cached * (4 if settings.model.dtype == "float32" else 2)
     if rollout.cache_bytes < least:

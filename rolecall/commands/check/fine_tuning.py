@@ -10,7 +10,7 @@ from pathlib import Path
 from rolecall.commands.check.preflight import NOTE
 from rolecall.data.adapters import check_start, num_adapter_parameters
 from rolecall.data.images.limits import check_sft_images
-from rolecall.data.megatron_limits import check_megatron, require_installed
+from rolecall.data.megatron.limits import check_megatron, require_installed
 from rolecall.data.model_files import (
     ModelFacts,
     check_parallel,
@@ -18,7 +18,9 @@ from rolecall.data.model_files import (
     check_tokenizer,
     check_trainable,
     max_model_tokens,
+    text_config,
 )
+from rolecall.data.rope import describe_factors
 from rolecall.data.sft_examples import end_of_response, load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError
@@ -48,6 +50,7 @@ def trained_model(settings: SftSettings, facts: ModelFacts, tokenizer: ChatToken
     longest = max_model_tokens(path)
     if settings.data.max_tokens > longest:
         raise ConfigError(f"data.max_tokens {settings.data.max_tokens} exceeds the model's {longest} tokens; lower it")
+    yield from describe_factors(text_config(path), settings.data.max_tokens, "model.path")
 
 
 def examples(settings: SftSettings, tokenizer: ChatTokenizer, tell: Callable[[str], None]) -> Iterator[str]:

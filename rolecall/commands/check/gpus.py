@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from rolecall.commands.check.capacity import in_bytes
 from rolecall.commands.check.preflight import NOTE
 from rolecall.commands.check.trainers import Trainer
-from rolecall.data.engine_limits import num_cached_per_token
-from rolecall.data.model_files import ModelFacts, max_model_tokens, text_config, vocab_size
+from rolecall.data.engine_limits import engine_tokens, num_cached_per_token
+from rolecall.data.model_files import ModelFacts, text_config, vocab_size
 from rolecall.data.shift_plan import BUCKETS, gpu_memory_bytes, plan_shifts, received_bytes
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, SftSettings
@@ -87,7 +87,7 @@ def cache(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     if room <= 0:
         yield line
         return
-    longest = min(max_model_tokens(path), settings.longest_trajectory)
+    longest = engine_tokens(settings)
     together = int(room / per_token / longest)
     yield f"{line}; {in_bytes(room)} hold {room / per_token:,.0f} tokens, {together} responses at their longest" + (
         f", of up to {rollout.max_num_seqs} at a time (rollout.max_num_seqs): where more grow long, vLLM puts some off "
@@ -134,7 +134,7 @@ def _smallest(gpus: Mapping[int, int], used: Iterable[int]) -> int:
 
 
 def _require_a_response(settings: RunSettings, num_tokens: float) -> None:
-    longest = min(max_model_tokens(settings.model.path), settings.longest_trajectory)
+    longest = engine_tokens(settings)
     if num_tokens < longest:
         raise ConfigError(
             f"a rollout's GPUs hold the keys and values of at most {max(0, int(num_tokens)):,} tokens beside the "

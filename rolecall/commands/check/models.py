@@ -6,10 +6,10 @@ from pathlib import Path
 from rolecall.commands.check.capacity import check_cache
 from rolecall.commands.check.preflight import NOTE
 from rolecall.data.adapters import check_start, with_modules
-from rolecall.data.engine_limits import check_engine
+from rolecall.data.engine_limits import check_engine, engine_tokens
 from rolecall.data.images.limits import check_images
+from rolecall.data.megatron.limits import check_megatron, require_installed
 from rolecall.data.megatron.stages import head_of, split_layers
-from rolecall.data.megatron_limits import check_megatron, require_installed
 from rolecall.data.mixture import read_mixture
 from rolecall.data.model_files import (
     ModelFacts,
@@ -24,6 +24,7 @@ from rolecall.data.model_files import (
     text_config,
     vocab_size,
 )
+from rolecall.data.rope import describe_factors
 from rolecall.data.tokenizer import ChatTokenizer, read_ids_digest
 from rolecall.errors import ConfigError
 from rolecall.identity import adapters_to_begin_with
@@ -68,6 +69,7 @@ def policy_model(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
             f"data.max_prompt_tokens + sampling.max_tokens = {prompt + settings.sampling.max_tokens} exceed the "
             f"model's {bound}; lower one of them"
         )
+    yield from describe_factors(text_config(path), engine_tokens(settings), "model.path")
     for name, section in settings.evaluation.sets.items():
         longest = prompt + (section.max_tokens or 0)
         if longest > bound:
@@ -144,6 +146,7 @@ def tokenizer_and_models(settings: RunSettings, tokenizer: ChatTokenizer) -> Ite
         if section.path is not None:
             read_model(section.path, setting)
             check_trainable(section.path, setting)
+            yield from describe_factors(text_config(section.path), engine_tokens(settings), setting)
             check_tokenizer(section.path, tokenizer.num_ids, setting)
             if read_ids_digest(section.path) not in ("", tokenizer.ids_digest):
                 raise ConfigError(

@@ -1,7 +1,7 @@
 """The stages of a pipeline over Megatron-Core: the layers of each, and the parameters that a rank has of them.
 
 Both follow from the model's files and the layout alone, so that `rolecall check` says what the ranks will do. Whether a
-model and a layout go together is for megatron_limits.py.
+model and a layout go together is for megatron/limits.py.
 """
 
 import re

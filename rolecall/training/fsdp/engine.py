@@ -470,7 +470,8 @@ def _build(options: EngineOptions) -> PackedModel:
     if options.lora is not None:
         check_start(options.lora, options.path, options.lora_setting)
     trains = options.optimizer is not None and options.lora is None
-    model = build_model(options.path, options.head, torch.float32 if trains else DTYPES[options.dtype])
+    dtype = torch.float32 if trains else DTYPES[options.dtype]
+    model = build_model(options.path, options.head, dtype, options.max_sequence_tokens)
     if model.vision is not None and options.freeze_vision_tower:
         for parameter in model.vision.module.parameters():  # not its buffers: rotary frequencies are float32
             parameter.requires_grad_(False).data = parameter.data.to(DTYPES[options.dtype])

@@ -7,8 +7,8 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
+from rolecall.data.megatron.limits import BY_SIGMOID, has_normalized_weights, shared_experts_width
 from rolecall.data.megatron.stages import split_layers
-from rolecall.data.megatron_limits import BY_SIGMOID, has_normalized_weights, shared_experts_width
 from rolecall.data.model_files import num_experts
 from rolecall.training.model.lora import checkpoint_name
 from rolecall.training.model.packed_model import PackedModel, layers
@@ -16,7 +16,7 @@ from rolecall.training.options import DTYPES, EngineOptions
 
 
 def transformer_config(model: PackedModel, options: EngineOptions) -> TransformerConfig:
-    """Megatron's configuration of `model`, whose limits were looked at (data/megatron_limits.py)."""
+    """Megatron's configuration of `model`, whose limits were looked at (data/megatron/limits.py)."""
     hf, parallel, section = model.hf.config, options.parallel, options.megatron
     dtype = DTYPES[options.dtype]
     recompute: dict[str, Any] = {}

@@ -25,7 +25,7 @@ from torch import nn
 
 from rolecall.checkpoint.storage import Storage
 from rolecall.data.adapters import check_start
-from rolecall.data.megatron_limits import check_megatron
+from rolecall.data.megatron.limits import check_megatron
 from rolecall.data.model_files import check_parallel
 from rolecall.errors import ConfigError
 from rolecall.telemetry import Metrics
@@ -89,7 +89,7 @@ class MegatronEngine:
         self._reduced = False
         check_parallel(options.path, options.parallel)
         check_megatron(options.path, options.parallel, options.megatron, dist.get_world_size())
-        self._model = build_model(options.path, options.head, self.dtype)
+        self._model = build_model(options.path, options.head, self.dtype, options.max_sequence_tokens)
         if isinstance(self._model, ValueModel) and self._model.head_name != VALUE_HEAD:
             raise ConfigError(
                 f"{options.path} is a classification model, whose head backend megatron does not read; use backend fsdp"

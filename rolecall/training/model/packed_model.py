@@ -26,8 +26,10 @@ from transformers import (
 from rolecall.data.images.tokens import FAMILIES
 from rolecall.data.model_files import check_trainable
 from rolecall.errors import ConfigError
+from rolecall.training.model.attention.handed_on import hand_on_plans
 from rolecall.training.model.attention.packed import NAME, PackedPlan, TracedAttention
 from rolecall.training.model.logits.logprobs import VocabShard, Wanted, distribution, logprobs_and_entropy
+from rolecall.training.model.long_rope import choose_factors
 from rolecall.training.model.recurrent import keep_apart
 from rolecall.training.model.supported import check_head, check_stateless, without_dropout
 from rolecall.training.model.tensor_parallel import local_vocabulary
@@ -52,6 +54,7 @@ class PackedModel(nn.Module):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+        hand_on_plans(hf)
         self.is_recurrent = keep_apart(hf)
         """Whether layers hand a state from token to token, and so need a plan for it."""
         self.vision = VisionTower(hf) if hf.config.model_type in FAMILIES else None
@@ -252,9 +255,9 @@ def _run(packed: PackedPlan, num_tokens: int) -> range:
     return range(num_tokens) if packed.sequence is None else packed.sequence.run(num_tokens)
 
 
-def build_model(path: Path, head: Head, dtype: torch.dtype) -> PackedModel:
+def build_model(path: Path, head: Head, dtype: torch.dtype, max_sequence_tokens: int | None = None) -> PackedModel:
     """The model of the directory `path` on the meta device, parameters in `dtype`: shapes without storage. It has no
-    dropout.
+    dropout. `max_sequence_tokens` as in EngineOptions.
 
     A value model's head is that of a classification model of one or two labels, where the directory holds one. Else it
     takes the place of a causal model's output layer. ConfigError when it is not a supported model.
@@ -265,6 +268,7 @@ def build_model(path: Path, head: Head, dtype: torch.dtype) -> PackedModel:
     classifier = next((kind for end, kind in _CLASSIFIERS.items() if any(name.endswith(end) for name in named)), None)
     causal = AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
     hf = _empty(path, config, causal if classifier is None or head == "policy" else classifier, dtype)
+    choose_factors(hf, max_sequence_tokens)
     if classifier is not None and head == "value":
         return _classifier(path, hf)
     if named and type(hf).__name__ not in named:

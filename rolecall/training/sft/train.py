@@ -108,6 +108,7 @@ class SftRank:
             routers=actor.moe is not None,
             freeze_vision_tower=settings.freezes_vision_tower,
             freeze_routers=settings.model.freeze_routers,
+            max_sequence_tokens=settings.data.max_tokens,
             shows_images=settings.shows_images,
             seed=run.seed,
         )

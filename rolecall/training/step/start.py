@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rolecall.contract import contract_version
 from rolecall.data.adapters import with_modules
+from rolecall.data.engine_limits import engine_tokens
 from rolecall.data.images.tokens import read_processor_digest
 from rolecall.data.model_files import num_experts, text_config
 from rolecall.data.tokenizer import read_template
@@ -81,6 +82,7 @@ def start_store_context(
         router_replay=router_replay,
         freeze_vision_tower=settings.freezes_vision_tower,
         freeze_routers=settings.model.freeze_routers and num_experts(text_config(path)) > 0,
+        max_sequence_tokens=engine_tokens(settings),
         shows_images=shows_images,
         deterministic=settings.run.deterministic,
         seed=settings.run.seed,

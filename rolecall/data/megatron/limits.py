@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.data.megatron.stages import split_layers
-from rolecall.data.model_files import kind_of_rope, num_experts, rope_parameters, text_config
+from rolecall.data.model_files import num_experts, text_config
+from rolecall.data.rope import kind_of_rope, rope_parameters
 from rolecall.errors import ConfigError
 from rolecall.settings import LayoutSection, MegatronSection
 
