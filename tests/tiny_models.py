@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     DeepseekV2Config,
@@ -372,6 +374,45 @@ def write_phi3(
         initializer_range=0.2,
     )
     _drawn(Phi3ForCausalLM, config, seed).save_pretrained(path)
+    return path
+
+
+def write_stablelm(path: Path, *, vocab: int = 152, hidden: int = 64, seed: int = 0) -> Path:
+    """A random StableLM, a quarter of whose heads turn, with biases of queries, keys and values. No tokenizer. Returns
+    `path`.
+    """
+    return _write_auto("stablelm", path, vocab, hidden, seed, partial_rotary_factor=0.25, use_qkv_bias=True)
+
+
+def write_nemotron(path: Path, *, vocab: int = 152, hidden: int = 64, seed: int = 0) -> Path:
+    """A random Nemotron, half of whose heads turn, with norms around 1 and squared activations. No tokenizer. Returns
+    `path`.
+    """
+    return _write_auto("nemotron", path, vocab, hidden, seed, partial_rotary_factor=0.5, head_dim=hidden // 4)
+
+
+def _write_auto(kind: str, path: Path, vocab: int, hidden: int, seed: int, **more: Any) -> Path:
+    """A random model of that model_type, no vector of it all zeros or ones."""
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=EOS_TOKEN_ID,
+        bos_token_id=0,
+        pad_token_id=0,
+        initializer_range=0.2,
+        max_position_embeddings=256,
+        **more,
+    )
+    model = _drawn(AutoModelForCausalLM.from_config, config, seed)
+    with torch.no_grad():
+        for parameter in (each for each in model.parameters() if each.ndim == 1):
+            parameter.add_(0.3 * torch.arange(parameter.numel()).sin())
+    model.save_pretrained(path)
     return path
 
 

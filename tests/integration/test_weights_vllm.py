@@ -114,8 +114,8 @@ def test_fused_experts_with_biases_and_sinks_are_exact_after_every_publish(sinks
 
 
 @pytest.mark.thorough("test_a_dense_engine_started_on_dummy_weights_is_exact_after_the_first_and_the_second_publish")
-@pytest.mark.parametrize("kind", ["short_rope", "long_rope"])
-def test_long_rope_is_exact_within_and_beyond_the_length_that_a_model_was_first_trained_on(
+@pytest.mark.parametrize("kind", ["short_rope", "long_rope", "stablelm", "nemotron"])
+def test_long_rope_within_and_beyond_its_first_length_and_layer_norms_are_exact_after_every_publish(
     kind: str, tmp_path: Path
 ) -> None:
     outcomes = _play(kind, tmp_path)

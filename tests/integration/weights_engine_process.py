@@ -51,7 +51,16 @@ from rolecall.weights.fingerprint import fingerprint
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.transferred import Transferred
-from tests.tiny_models import write_glm4_moe, write_gpt_oss, write_granite, write_phi3, write_qwen3, write_qwen3_moe
+from tests.tiny_models import (
+    write_glm4_moe,
+    write_gpt_oss,
+    write_granite,
+    write_nemotron,
+    write_phi3,
+    write_qwen3,
+    write_qwen3_moe,
+    write_stablelm,
+)
 
 PROMPT = [5, 9, 23, 77, 4]
 NUM_TOKENS = 12
@@ -245,6 +254,9 @@ def write_model(kind: str, path: Path, seed: int) -> Path:
     if kind in ("short_rope", "long_rope"):  # to transformers, too: a pass is as long as PROMPT at the least
         original_tokens = MAX_MODEL_LEN if kind == "short_rope" else len(PROMPT) - 1
         return write_phi3(path, original_tokens=original_tokens, vocab=VOCAB, hidden=128, seed=seed)
+    if kind in ("stablelm", "nemotron"):
+        write = write_stablelm if kind == "stablelm" else write_nemotron
+        return write(path, vocab=VOCAB, hidden=128, seed=seed)
     if kind == "sinks":
         return write_gpt_oss(path, vocab=VOCAB, seed=seed)
     return write_qwen3(path, tied=kind == "tied", vocab=VOCAB, hidden=128, kv_heads=4, seed=seed)
@@ -330,8 +342,8 @@ async def balanced(bench: Bench) -> None:
     await bench.publish("second", 1)
 
 
-async def rope(bench: Bench) -> None:
-    """A model whose positions turn by one of two sets of factors."""
+async def whole_and_delta(bench: Bench) -> None:
+    """A model whole, and then what changed."""
     await bench.publish("first", 0)
     await bench.publish("delta", ALMOST)
 
@@ -394,8 +406,7 @@ SCENARIOS: dict[str, tuple[Callable[[Bench], Awaitable[None]], str, int, dict[st
     "moe": (moe, "moe", 20_000, {}),
     "sinks": (sinks, "sinks", 20_000, {}),
     "balanced": (balanced, "balanced", 20_000, {}),
-    "short_rope": (rope, "short_rope", 20_000, {}),
-    "long_rope": (rope, "long_rope", 20_000, {}),
+    **{kind: (whole_and_delta, kind, 20_000, {}) for kind in ("short_rope", "long_rope", "stablelm", "nemotron")},
     "worker": (workers, "dense", 30_000, {"tensor_parallel_size": 1}),
     "workers": (workers, "dense", 30_000, {"tensor_parallel_size": 2}),
     "sink_workers": (workers, "sinks", 20_000, {"tensor_parallel_size": 2}),
