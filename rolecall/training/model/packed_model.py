@@ -302,6 +302,11 @@ def _empty(path: Path, config: PretrainedConfig, kind: type, dtype: torch.dtype)
             f"{path}: a {config.model_type} model ({', '.join(config.architectures or [])}) cannot be trained packed "
             f"({error}); use a causal language model"
         ) from error
+    for module in hf.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            if not parameter.requires_grad:  # biases of AFMoE's experts: as other families have theirs
+                delattr(module, name)
+                module.register_buffer(name, parameter.data)
     for buffer in filter(torch.is_floating_point, state_buffers(hf).values()):
         buffer.data = buffer.data.float()  # in half precision they would choose other experts
     return hf

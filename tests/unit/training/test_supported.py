@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolecall.errors import ConfigError
 from rolecall.training.account.flops import count_flops
-from rolecall.training.model.packed_model import PackedModel, PolicyModel, build_model
+from rolecall.training.model.packed_model import PackedModel, PolicyModel, build_model, state_buffers
 from rolecall.training.model.supported import check_head, without_dropout
 
 TINY = {
@@ -57,6 +57,16 @@ def test_a_constant_factor_of_the_logits_is_found(
     model = built(tmp_path, kind, **changes)
     assert isinstance(model, PolicyModel)
     assert model.logit_scale == scale
+
+
+def test_biases_that_experts_are_chosen_by_are_no_parameters_and_stay_in_float32(tmp_path: Path) -> None:
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "n_routed_experts": 4, "moe_intermediate_size": 16}
+    for kind, name in (("afmoe", "expert_bias"), ("glm4_moe", "gate.e_score_correction_bias")):
+        sizes = TINY | mixture | {"num_hidden_layers": 2, "num_dense_layers": 1, "first_k_dense_replace": 1}
+        AutoConfig.for_model(kind, **sizes).save_pretrained(tmp_path / kind)
+        hf = build_model(tmp_path / kind, "policy", torch.bfloat16).hf
+        assert state_buffers(hf)[f"model.layers.1.mlp.{name}"].dtype == torch.float32
+        assert all(parameter.dtype == torch.bfloat16 for parameter in hf.parameters())
 
 
 @pytest.mark.parametrize(
