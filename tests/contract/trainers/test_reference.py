@@ -1,6 +1,8 @@
 """What ReferenceService promises, over a real connection, a real store and a tiny real model."""
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,8 @@ from rolecall.v1.reference_pb2 import GetReferenceInfoRequest
 from rolecall.v1.training_pb2 import STATE_PART_UNSPECIFIED, ComputeColumnRequest, OffloadRequest
 from services.reference.ranks import columns_by_prefix
 from tests.fixtures_store import StoreUnderTest
-from tests.tiny_models import write_qwen3
+from tests.tiny_models import write_phi3, write_qwen3
+from tests.tiny_tokenizer import write_tokenizer
 from tests.twins.served import (
     Batches,
     served_reference,
@@ -47,6 +50,32 @@ async def test_its_column_agrees_with_transformers_and_is_written_once(store: St
     assert third.num_already_written == len(rows)
     for read in store.rows.read(rows, ["token_ids", "response_mask", "ref/logprobs"]):
         expected = true_logprobs(model, read["token_ids"], batches.temperature) * read["response_mask"]
+        np.testing.assert_allclose(read["ref/logprobs"], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("original_tokens", [63, 64])
+async def test_it_takes_the_factors_of_long_rope_that_the_runs_sampler_takes_whatever_it_is_asked_of(
+    store: StoreUnderTest, tmp_path: Path, original_tokens: int
+) -> None:
+    """The run's longest sequence has 64 tokens, and no row has 20."""
+    model = write_phi3(tmp_path / "policy", original_tokens=original_tokens, vocab=288)
+    write_tokenizer(model)
+    rows = [row for group in Batches(store, model).sampled(2) for row in group.rows]
+    algorithm = {"groups_per_batch": 4, "kl": {"reference": "ref", "kl_coef": 0.1}}
+    references = {"ref": {"token_budget": 64}}
+    settings = RunSettings.model_validate(
+        settings_tree(store, model, tmp_path, algorithm=algorithm, references=references)
+    )
+    async with served_reference(settings, "ref", store) as reference:
+        await reference.ComputeLogprobs(ComputeColumnRequest(ctl=store.ledger.ctl, rows=rows), timeout=30)
+    oracle = tmp_path / "oracle"  # transformers takes the short factors of every row
+    shutil.copytree(model, oracle)
+    config = json.loads((oracle / "config.json").read_text())
+    if original_tokens < settings.longest_trajectory:
+        config["rope_parameters"]["short_factor"] = config["rope_parameters"]["long_factor"]
+    (oracle / "config.json").write_text(json.dumps(config))
+    for read in store.rows.read(rows, ["token_ids", "response_mask", "ref/logprobs"]):
+        expected = true_logprobs(oracle, read["token_ids"], 0.8) * read["response_mask"]
         np.testing.assert_allclose(read["ref/logprobs"], expected, atol=1e-4)
 
 
