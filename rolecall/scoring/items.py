@@ -9,8 +9,8 @@ from rolecall.v1 import reward_pb2, trajectory_pb2
 from rolecall.wire import Array, encode_tensor
 
 CHUNK_IMAGE_BYTES = 64 * 2**20
-"""Bytes of images that whoever scores a file or a held-out set puts into one call, or a prompt's responses where they
-have more.
+"""Bytes of images that are read at a time for a held-out set, or for a call of whoever scores a file; or of a prompt's
+responses where they have more.
 """
 
 

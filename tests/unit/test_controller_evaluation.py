@@ -17,9 +17,9 @@ from rolecall.scoring.scores import Failure, Outcome, Score
 from rolecall.settings import EvaluationSet, RunSettings
 from rolecall.v1 import reward_pb2, rollout_pb2, trajectory_pb2
 from services.controller.board import RunBoard
-from services.controller.evaluation import evaluation
-from services.controller.evaluation.evaluation import ROUNDS, TRIES, Evaluation, Patience
-from services.controller.evaluation.responses import Response
+from services.controller.evaluation import evaluation, scoring
+from services.controller.evaluation.evaluation import ROUNDS, Evaluation, Patience
+from services.controller.evaluation.scoring import TRIES
 from services.controller.evaluation.sets import HeldOutSet
 from tests.waiting import until
 
@@ -30,7 +30,8 @@ LEASE_S = 0.5
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "PAUSE_S", 0.01)
+    monkeypatch.setattr(evaluation, "LOOK_S", 0.01)
+    monkeypatch.setattr(scoring, "PAUSE_S", 0.01)
 
 
 @dataclass(eq=False)
@@ -89,6 +90,8 @@ class Replicas:
 
 class Scorer:
     """Finds every response right, as nearly as a sum of parts may be."""
+
+    described: reward_pb2.DescribeResponse | None = None
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
         """RewardClient.score."""
@@ -176,27 +179,6 @@ async def test_images_reach_a_scorer_that_reads_them_and_no_other(
     replica = Replica("r.0", num_shown=1)
     assert (await evaluated(make_settings, replica, scorer=Seeing(), settings=settings))["eval/held/missing"] == 6
     assert "is not scored: its environment's images are not kept" in caplog.text
-
-
-async def test_images_go_to_a_scorer_as_many_bytes_at_a_time(
-    make_settings: Callable[..., RunSettings], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluation, "CHUNK_IMAGE_BYTES", 2 * NUM_RESPONSES * 7)
-
-    class Seeing(Scorer):
-        num_prompts: ClassVar[list[int]] = []
-
-        async def describe(self) -> reward_pb2.DescribeResponse:
-            return reward_pb2.DescribeResponse(reads=[reward_pb2.SCORE_FIELD_IMAGES])
-
-        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
-            self.num_prompts.append(len(items) // NUM_RESPONSES)
-            return await super().score(items)
-
-    images = {place: (ImageFile(7, data=b"picture"),) for place in range(NUM_PROMPTS)}
-    settings = make_settings(data={"train": "train.jsonl", "images_field": "images"})
-    values = await evaluated(make_settings, Replica("r.0"), scorer=Seeing(), images=images, settings=settings)
-    assert (Seeing.num_prompts, values["eval/held/missing"]) == ([2, 1], 0)
 
 
 async def test_what_tokens_earn_is_reported_and_is_no_success(make_settings: Callable[..., RunSettings]) -> None:
@@ -378,93 +360,6 @@ async def test_a_scorer_that_is_away_is_waited_for_and_what_it_cannot_score_is_m
     scorer.is_back = True
     async with asyncio.timeout(60):
         assert (await running)["eval/held/missing"] == 1
-
-
-async def test_responses_that_are_never_scored_cost_no_others_theirs(make_settings: Callable[..., RunSettings]) -> None:
-    class Partly(Scorer):
-        num_asked = 0
-
-        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
-            hanging = any(item.id.endswith("/1/1") for item in items)
-            self.num_asked += hanging
-            # a call that one item outlasts gives no scores at all
-            return [Failure("DEADLINE", "late", retryable=True) if hanging else Score(1.0) for _ in items]
-
-    scorer = Partly()
-    values = await evaluated(make_settings, Replica("r.0"), scorer=scorer)
-    assert values["eval/held/missing"] == NUM_RESPONSES, "its own prompt's"
-    assert values["eval/held/accuracy"] == 1.0
-    assert scorer.num_asked == 2 + TRIES, "with all others, with one of them, and then alone"
-
-
-async def test_a_slow_scorer_is_late_once_for_a_number_of_items_and_not_for_every_call(
-    make_settings: Callable[..., RunSettings], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Slow(Scorer):
-        num_items: ClassVar[list[int]] = []
-
-        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
-            self.num_items.append(len(items))
-            if len(items) <= 2 * NUM_RESPONSES:
-                return await super().score(items)
-            await asyncio.sleep(settings.reward.timeout_s)
-            return [Failure("DEADLINE", "late", retryable=True) for _ in items]
-
-    monkeypatch.setattr(evaluation, "SCORE_CHUNK", 8 * NUM_RESPONSES)
-    settings = make_settings(reward={"address": "scorer:1", "timeout_s": 0.1})
-    values = await evaluated(make_settings, Replica("r.0"), scorer=Slow(), settings=settings, num_prompts=32)
-    assert values["eval/held/missing"] == 0
-    late, in_time = [8, 4], [2] * 16
-    assert Slow.num_items == [NUM_RESPONSES * num for num in late + in_time]
-
-
-async def test_a_scorer_that_was_away_is_not_asked_for_each_prompt_alone(
-    make_settings: Callable[..., RunSettings], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Away(Scorer):
-        num_items: ClassVar[list[int]] = []
-
-        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
-            self.num_items.append(len(items))
-            if len(self.num_items) > 6:
-                return await super().score(items)
-            await asyncio.sleep(settings.reward.timeout_s)
-            return [Failure("DEADLINE", "late", retryable=True) for _ in items]
-
-    monkeypatch.setattr(evaluation, "SCORE_CHUNK", 64 * NUM_RESPONSES)
-    settings = make_settings(reward={"address": "scorer:1", "timeout_s": 0.1})
-    values = await evaluated(make_settings, Replica("r.0"), scorer=Away(), settings=settings, num_prompts=64)
-    assert values["eval/held/missing"] == 0
-    assert min(Away.num_items) >= 2 * NUM_RESPONSES
-
-
-async def test_the_loop_goes_on_while_the_items_of_a_large_set_are_made(
-    make_settings: Callable[..., RunSettings],
-) -> None:
-    num_looks, looks_when_scored = 0, list[int]()
-
-    class Counting(Scorer):
-        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> Sequence[Outcome]:
-            looks_when_scored.append(num_looks)
-            return await super().score(items)
-
-    async def look() -> None:
-        nonlocal num_looks
-        while True:
-            await asyncio.sleep(0.001)
-            num_looks += 1
-
-    prompt = trajectory_pb2.Prompt(uid="0", token_ids=np.ones(2, "<i4").tobytes())
-    [answer] = [each async for each in Replica("r.0").Generate(rollout_pb2.GenerateRequest(num_responses=1), 1.0)]
-    members: Any = Replicas([])
-    reward: Any = Counting()
-    looking = asyncio.create_task(look())
-    async with asyncio.timeout(60) as limit:
-        responses = [Response(prompt, answer, ())] * 20_000
-        whole = Evaluation(make_settings(), members, reward, RunBoard(), [])
-        await whole._score(responses, Patience(RunBoard(), 60, limit))
-    looking.cancel()
-    assert looks_when_scored[0] > 5
 
 
 async def test_the_deadline_stands_still_while_people_pause_the_run() -> None:

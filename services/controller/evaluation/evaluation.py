@@ -9,23 +9,22 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from rolecall.errors import RoleCallError, ScorerError, UnavailableError
+from rolecall.errors import RoleCallError, UnavailableError
 from rolecall.scoring.client import RewardClient
-from rolecall.scoring.items import CHUNK_IMAGE_BYTES, chunked, groups_of
-from rolecall.scoring.scores import Failure, Score
+from rolecall.scoring.scores import Score
 from rolecall.settings import RunSettings
 from rolecall.settings.deadlines import TOKENS_PER_S
 from rolecall.telemetry import Metrics
 from rolecall.trajectory import seed_of
-from rolecall.v1 import reward_pb2, rollout_pb2, trajectory_pb2
+from rolecall.v1 import rollout_pb2, trajectory_pb2
 from services.controller.board import RunBoard
 from services.controller.evaluation.figures import summarise
-from services.controller.evaluation.responses import Response, bytes_of, image_bytes, items_of, with_images
+from services.controller.evaluation.responses import Response, bytes_of
+from services.controller.evaluation.scoring import SCORE_CHUNK, HeldOutScorer
 from services.controller.evaluation.sets import HeldOutSet
 from services.controller.fleet.liveness import Rollout
 from services.controller.fleet.members import Fleet
@@ -33,27 +32,12 @@ from services.controller.samples import sample
 
 logger = logging.getLogger(__name__)
 
-SCORE_CHUNK = 256
-"""Items per Score call, or a prompt's responses where they are more."""
 LEAST_S = 600.0
 """Seconds that any evaluation gets."""
 ROUNDS = 3
 """Most times that the rollouts which hold the weights are asked for what nobody has answered."""
-TRIES = 3
-"""Most times that what is not scored is asked for while others are."""
-PAUSE_S = 2.0
-"""Pause before items are scored again whose scorer was away, and between two looks for a rollout with the weights."""
-
-
-@dataclass(frozen=True)
-class _Unscored:
-    """Responses that are to be scored in one call."""
-
-    items: Sequence[reward_pb2.ScoreItem]
-    num_failed: int = 0
-    """Times that none of them was scored, though others were since they failed first."""
-    num_scored: float = math.inf
-    """Responses that had been scored before they failed first."""
+LOOK_S = 2.0
+"""Pause between two looks for a rollout with the weights."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +68,7 @@ class Evaluation:
     ) -> None:
         self._settings = settings
         self._fleet = fleet
-        self._reward = reward
+        self._scorer = HeldOutScorer(settings, reward)
         self._board = board
         self._sets = sets
         self.lacks_rollouts = False
@@ -116,7 +100,7 @@ class Evaluation:
                 for held_out in self._sets:
                     started = time.monotonic()
                     responses = await self._generate(held_out, step, version, patience)
-                    scored = await self._score(responses, patience)
+                    scored = await self._scorer.score(responses, patience.wait)
                     await asyncio.to_thread(summarise, held_out, responses, scored, solved_at, metrics)
                     metrics.max(f"eval/{held_out.name}/time_s", time.monotonic() - started)
                     samples += self._samples(step, held_out, responses, scored)
@@ -193,7 +177,7 @@ class Evaluation:
             lacking_since = math.inf if living or self._board.paused else min(lacking_since, now)
             if now - lacking_since > self._settings.controller.stall_timeout_s:
                 raise TimeoutError("no rollout has held its weights for controller.stall_timeout_s")
-            await patience.wait(PAUSE_S)
+            await patience.wait(LOOK_S)
 
     def _width(self, held_out: HeldOutSet) -> int:
         """Prompts that a rollout is asked at a time."""
@@ -223,68 +207,3 @@ class Evaluation:
             seed=seed_of(self._settings.run.seed, index, 0),
             policy_version=policy_version,
         )
-
-    async def _score(self, responses: Sequence[Response], patience: Patience) -> dict[str, Score]:
-        """The scores by item. A scorer that is away is asked again, as for a group that is trained on, with all of a
-        prompt's responses; in halves, so that those of one prompt that are never scored stand alone at last. They are
-        given up when they failed TRIES times since others were scored. After a call that was late the others are in
-        halves, too: a slow scorer would be late for each.
-        """
-        items = await asyncio.to_thread(items_of, responses)  # of a large set it takes half a minute
-        shown = {response.answer.meta.id: response for response in responses} if self._settings.shows_images else {}
-        scored: dict[str, Score] = {}
-        left, most = deque(_Unscored(chunk) for chunk in chunked(items, SCORE_CHUNK)), SCORE_CHUNK
-        while left:
-            asked, num_before = left.popleft(), len(scored)
-            if len(parts := chunked(asked.items, most)) > 1:
-                left.extendleft(replace(asked, items=part) for part in reversed(parts))
-                continue
-            began = time.monotonic()
-            away = await self._score_chunk(asked.items, shown, scored)
-            if not away:
-                continue
-            num_scored = min(asked.num_scored, num_before)
-            is_stuck = len(scored) == num_before > num_scored
-            groups, num_failed = groups_of(away), asked.num_failed + is_stuck
-            if num_failed == TRIES:
-                logger.warning("%d held-out responses are not scored, though others are", len(away))
-                continue
-            logger.debug("%d held-out responses cannot be scored at present, trying again", len(away))
-            half = (len(groups) + 1) // 2
-            if len(scored) == num_before and time.monotonic() - began >= self._settings.reward.timeout_s:
-                # no less: a scorer that was away, and not slow, would be asked for each prompt alone from here on
-                most = max(len(asked.items) // 2, SCORE_CHUNK // 16)
-            for part in filter(None, (groups[:half], groups[half:])):
-                left.append(_Unscored([away[place] for group in part for place in group], num_failed, num_scored))
-            await patience.wait(PAUSE_S)
-        return scored
-
-    async def _score_chunk(
-        self, items: Sequence[reward_pb2.ScoreItem], shown: Mapping[str, Response], scored: dict[str, Score]
-    ) -> list[reward_pb2.ScoreItem]:
-        """Adds scores to `scored`; returns what is to be scored again. `shown`: responses by item, in a run that shows
-        images.
-        """
-        try:
-            reads_images = bool(shown) and reward_pb2.SCORE_FIELD_IMAGES in (await self._reward.describe()).reads
-        except ScorerError as error:
-            logger.warning("%d held-out responses are not scored: %s", len(items), error)
-            return []
-        except RoleCallError as error:
-            logger.debug("the scorer does not describe itself at present: %s", error)
-            return list(items)
-        if not reads_images:
-            return await self._sent(items, scored)
-        away = set[str]()
-        for part in chunked(items, CHUNK_IMAGE_BYTES, lambda item: image_bytes(shown[item.id])):
-            if whole := await asyncio.to_thread(with_images, part, shown):
-                away |= {item.id for item in await self._sent(whole, scored)}
-        return [item for item in items if item.id in away]
-
-    async def _sent(
-        self, items: Sequence[reward_pb2.ScoreItem], scored: dict[str, Score]
-    ) -> list[reward_pb2.ScoreItem]:
-        outcomes = await self._reward.score(items)
-        scored |= {item.id: each for item, each in zip(items, outcomes, strict=True) if isinstance(each, Score)}
-        away = {place for place, each in enumerate(outcomes) if isinstance(each, Failure) and each.retryable}
-        return [items[place] for group in groups_of(items) if not away.isdisjoint(group) for place in group]
