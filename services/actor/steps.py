@@ -6,6 +6,7 @@ them (none when the rows hold them already, or when the sampler's take their pla
 sampler's logprobs are from the actor's is measured on the way.
 """
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ from rolecall.training.step.token_selection import KEYS, select
 from rolecall.trajectory import seed_of
 from rolecall.v1.trajectory_pb2 import Coefficients, RowRef, TrainBatch
 from rolecall.wire import Array
+from services.actor import drift
+
+logger = logging.getLogger(__name__)
 
 ON_POLICY = "on_policy"
 """Derived column: 1 on the sampled tokens of a trajectory that was sampled wholly with the weights it is trained from.
@@ -143,6 +147,7 @@ class PolicySteps:
         # Without old_logprobs the later ones were seen after an update, and would be off by what it changed.
         compared = share.minibatches[:1] if self._bypass else share.minibatches
         _add_mismatch(context, metrics, compared, len(share.rows), seen.column)
+        _tell_drift(context, compared, share.refs, seen.column, batch.step)
         if context.group.is_leader:
             metrics.mean("actor/read_s", read_s)
             if self._normalized is not None:
@@ -311,7 +316,16 @@ def _add_mismatch(
 
 def _mismatch_sums(microbatches: Sequence[Microbatch], measured: str, num_trajectories: int) -> MismatchSums:
     """The sums over all of them at once: a trajectory may have segments in several."""
-    trajectory_N = torch.cat(
+    trajectory_N = _trajectories(microbatches)
+    sampled_N = torch.cat([each.columns["rollout_logprobs"] for each in microbatches])
+    trained_N = torch.cat([each.columns[measured] for each in microbatches])
+    mask_N = torch.cat([each.score_mask_N for each in microbatches])
+    return mismatch_sums(sampled_N, trained_N, mask_N, trajectory_N, num_trajectories)
+
+
+def _trajectories(microbatches: Sequence[Microbatch]) -> torch.Tensor:
+    """int64 [N]: the number of the trajectory of each token."""
+    return torch.cat(
         [
             torch.tensor(each.trajectories, device=each.cu_seqlens.device)[
                 sequence_index(each.cu_seqlens, each.token_ids_N.numel())
@@ -319,7 +333,27 @@ def _mismatch_sums(microbatches: Sequence[Microbatch], measured: str, num_trajec
             for each in microbatches
         ]
     )
-    sampled_N = torch.cat([each.columns["rollout_logprobs"] for each in microbatches])
-    trained_N = torch.cat([each.columns[measured] for each in microbatches])
-    mask_N = torch.cat([each.score_mask_N for each in microbatches])
-    return mismatch_sums(sampled_N, trained_N, mask_N, trajectory_N, num_trajectories)
+
+
+def _tell_drift(
+    context: StoreRankContext, minibatches: Sequence[Minibatch], refs: Sequence[RowRef], measured: str, step: int
+) -> None:
+    """Names the rollout or the rank that is far from the actor where all others are near. A collective; columns as in
+    _add_mismatch.
+    """
+    microbatches = [each for minibatch in minibatches for each in minibatch.microbatches if each.lengths]
+    own: drift.Distances = {}
+    if microbatches and context.group.is_slot_leader:
+        gaps_N = torch.cat([each.columns[measured] - each.columns["rollout_logprobs"] for each in microbatches])
+        pure_N = torch.cat([each.columns[ON_POLICY] & each.score_mask_N for each in microbatches])
+        own = drift.by_rollout(gaps_N[pure_N], _trajectories(microbatches)[pure_N], refs)
+    found = drift.outlier(context.group.gather(drift.encoded(own)))
+    if found is not None and context.group.is_leader:
+        logger.warning(
+            "step %d: the logprobs of %s are %.2g off on the mean token, those of all others %.2g: it computes another "
+            "model; look at its log and its device, and start it again",
+            step,
+            found.name,
+            found.distance,
+            found.others,
+        )

@@ -120,6 +120,10 @@ class Batches:
     coefficients: Coefficients = field(default_factory=Coefficients)
     critic_only: bool = False
     returns_std: float = 0.1
+    workers: tuple[str, ...] = ("r.0",)
+    """The rollouts that sample, as many groups each."""
+    drifted: str = ""
+    """The one whose logprobs are not those of `model`."""
 
     def sampled(self, num_groups: int | None = None) -> list[CommittedGroup]:
         """Returns committed groups that nobody scored."""
@@ -128,13 +132,17 @@ class Batches:
         for gid in range(first, first + num_groups):
             self.store.admit(1)
             assert self.store.ledger.position().next_gid == gid + 1
-        self.store.publish(self.policy_version, self.store.ledger.position().step, "r.0")
-        queue = self.store.worker("r.0")
+        self.store.publish(self.policy_version, self.store.ledger.position().step, *self.workers)
+        queues = [self.store.worker(worker) for worker in self.workers]
         groups = []
-        for claim in queue.claim(num_groups):
+        claims = [(queue, claim) for queue in queues for claim in queue.claim(num_groups // len(queues))]
+        for queue, claim in claims:
             rng = np.random.default_rng(claim.group.gid)
             drawn = [[self._row(rng) for _ in range(self.num_segments)] for _ in range(self.num_responses)]
             rows = [join(segments) for segments in drawn]
+            if self.drifted and claim.token.startswith(self.drifted):
+                for row in rows:
+                    row["rollout_logprobs"] = (row["rollout_logprobs"] - row["response_mask"]).astype(np.float32)
             starts = [np.cumsum([each["token_ids"].size for each in segments])[:-1].tolist() for segments in drawn]
             refs = [
                 self.store.rows.ref(f"{claim.group.gid}/{i}", claim.token, row["token_ids"].size, starts[i])

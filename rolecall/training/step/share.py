@@ -61,6 +61,8 @@ class TrainShare:
     minibatches: list[Minibatch]
     num_tokens: int
     """Tokens of the whole batch."""
+    refs: Sequence[RowRef] = ()
+    """The references of `rows`."""
 
     @property
     def microbatches(self) -> list[Microbatch]:
@@ -115,7 +117,7 @@ def read_share(
     ]
     for row in read:
         row.pop(IMAGES, None)  # they are in the microbatches
-    return TrainShare(read, minibatches, sum(row.num_tokens for row in batch.rows))
+    return TrainShare(read, minibatches, sum(row.num_tokens for row in batch.rows), refs)
 
 
 def compute_column(

@@ -124,16 +124,16 @@ class _Waiting:
             taken.append(self.left.popleft())
         return taken
 
-    def answered(self, began: float) -> None:
+    def has_scored(self, began: float) -> None:
         """Notes that a call gave scores, which began at `began` (monotonic)."""
         self._answered_at = max(self._answered_at, began)
         self.num_silent = 0
 
-    def silent(self, num_silent: int) -> None:
+    def was_silent(self, num_silent: int) -> None:
         """Notes that a call gave none, which began after `num_silent` like it."""
         self.num_silent = max(self.num_silent, num_silent + 1)
 
-    def failed(self, away: Sequence[_Unscored], at: float) -> list[_Unscored]:
+    def to_ask_again(self, away: Sequence[_Unscored], at: float) -> list[_Unscored]:
         """Notes that prompts have failed, `at` that time; returns those that are to be asked again. At the very end
         nobody is left who could be scored meanwhile.
         """
@@ -206,14 +206,14 @@ class HeldOutScorer:
         waiting.scored |= scored
         self._size.end(most, len(items), now - began, is_whole=not away)
         if num_new or not away:
-            waiting.answered(began)
+            waiting.has_scored(began)
         else:
-            waiting.silent(num_silent)
+            waiting.was_silent(num_silent)
             if not num_silent and now - began >= self._timeout_s:
                 self._size.was_too_large(len(items))
         failed = [each for each in taken if not away.isdisjoint(item.id for item in each.items)]
         waiting.num_left -= len(taken) - len(failed)
-        again = waiting.failed(failed, began if num_new else now)
+        again = waiting.to_ask_again(failed, began if num_new else now)
         if again:
             logger.debug("%d held-out prompts cannot be scored at present, trying again", len(again))
             await wait(PAUSE_S)

@@ -16,6 +16,7 @@ from rolecall.v1.training_pb2 import (
     TrainRequest,
 )
 from rolecall.v1.trajectory_pb2 import Coefficients
+from services.actor import drift
 from tests.fixtures_store import StoreUnderTest
 from tests.twins.served import (
     Batches,
@@ -187,6 +188,32 @@ async def test_mismatch_is_told_apart_for_trajectories_of_the_trained_weights(
     assert values_of(second)["actor/mismatch_tokens"] == 0
     assert "actor/mismatch_max" not in values_of(second)
     assert values_of(second)["actor/mismatch_all_max"] > 1e-4
+
+
+async def test_the_rollout_whose_logprobs_are_far_from_those_of_all_others_is_named(
+    store: StoreUnderTest,
+    make_run: MakeRun,
+    batches: Batches,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(drift, "MIN_TOKENS", 1)
+    ctl = store.ledger.ctl
+    batches.workers = ("r.0", "r.1", "r.2", "r.3")
+    async with served_actor(make_run(), store) as (_, actor):
+        await actor.OpenWeightChannel(
+            weights_pb2.OpenWeightChannelRequest(ctl=ctl, epoch=1, world_size=1, timeout_s=10), timeout=10
+        )
+        for step, drifted in enumerate(["", "r.2"]):
+            batches.drifted = drifted
+            await actor.PublishWeights(publish_request(ctl, step=step, version=step), timeout=30)
+            batch = batches.sealed(step)
+            told = await train(actor, TrainRequest(ctl=ctl, step=step, digest=batch.digest))
+            batches.commit(told)
+            if not drifted:
+                assert "all others" not in caplog.text
+    assert values_of(told)["actor/mismatch_max"] > 0.9
+    assert "step 1: the logprobs of r.2 are 1 off on the mean token" in caplog.text
 
 
 @pytest.mark.parametrize("proximal", ["recompute", "bypass"])
