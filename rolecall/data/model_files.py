@@ -62,10 +62,12 @@ class ModelFacts:
 
 
 def read_model(path: Path, setting: str = "model.path") -> ModelFacts:
-    """Facts of the whole model directory that `setting` names. ConfigError says what it lacks."""
+    """Facts of the whole model directory that `setting` names, by the tensors that are loaded. ConfigError says what it
+    lacks.
+    """
     config, sizes = (
         _json(path / "config.json", setting),
-        {name: math.prod(shape) for name, shape in model_shapes(path, setting).items()},
+        {name: math.prod(shape) for name, shape in _loaded_shapes(path, setting).items()},
     )
     layers = Counter[str]()
     for name, size in sizes.items():
@@ -101,17 +103,23 @@ def model_shapes(path: Path, setting: str) -> dict[str, list[int]]:
 
 def language_shapes(path: Path, setting: str) -> dict[str, list[int]]:
     """Tensor shapes by name of the language model in the directory that `setting` names: without a vision tower, and
-    without blocks after the last one, which predict further tokens.
+    without blocks after the last one.
+    """
+    return {name: shape for name, shape in _loaded_shapes(path, setting).items() if not TOWER.match(name)}
+
+
+def _loaded_shapes(path: Path, setting: str) -> dict[str, list[int]]:
+    """Tensor shapes without blocks after the last one, which predict further tokens: neither trainers nor samplers load
+    them.
     """
     num_layers = text_config(path, setting).get("num_hidden_layers")
     end = num_layers if isinstance(num_layers, int) else math.inf
-    return {
-        name: shape
-        for name, shape in model_shapes(path, setting).items()
-        if not TOWER.match(name)
-        and not name.startswith("mtp.")
-        and not ((block := IN_BLOCK.search(name)) and int(block[1]) >= end)
-    }
+
+    def is_loaded(name: str) -> bool:
+        block = None if TOWER.match(name) else IN_BLOCK.search(name)
+        return not name.startswith("mtp.") and (block is None or int(block[1]) < end)
+
+    return {name: shape for name, shape in model_shapes(path, setting).items() if is_loaded(name)}
 
 
 def tensor_names(path: Path, setting: str = "model.path") -> frozenset[str]:

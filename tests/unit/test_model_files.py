@@ -434,3 +434,16 @@ def test_the_largest_layer_is_told_where_a_gpu_has_to_hold_it(config: Path, tmp_
     out = io.StringIO()
     find_problems(load_settings(config, ["rollout.devices=[[0]]", "rollout.num_replicas=1"]), out)
     assert "of each GPU for the largest layer, as it arrives and in place, beside three buckets" in out.getvalue()
+
+
+def test_blocks_that_predict_further_tokens_are_not_counted_and_those_of_a_vision_tower_are(config: Path) -> None:
+    path = config.parent / "model"
+    tree = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(tree | {"num_hidden_layers": 2}))
+    loaded = ["lm_head.weight", "model.layers.1.up.weight", "model.layers.1.mlp.experts.5.up.weight"]
+    tower = ["model.visual.blocks.30.up.weight"]
+    further = ["model.layers.2.eh_proj.weight", "model.layers.2.mlp.experts.0.up.weight", "mtp.layers.0.up.weight"]
+    matrix = np.zeros((2, 3), np.float32)
+    save_file(dict.fromkeys([*loaded, *tower, *further], matrix), path / "model.safetensors")
+    facts = read_model(path)
+    assert (facts.num_parameters, facts.num_tower_parameters, facts.largest_layer) == (6 * 4, 6, 6 * 2)
