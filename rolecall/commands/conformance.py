@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -121,7 +121,7 @@ async def examine_scorer(service: Peer, pool: Pool, options: Options, tell: Tell
         await session.open()
         notes = [f"it {gap}" for gap in spec_gaps(session.spec)]
         report = Report("RewardService", service.address, described(session.spec), notes=notes, load=session.load)
-        return await _filled(report, reward.CHECKS, session, tell)
+        return await _filled(report, reward.CHECKS, session, session.unseen, tell)
     finally:
         await session.close()
 
@@ -136,13 +136,15 @@ async def examine_environment(service: Peer, rows: Rows, run_s: float = RUN_S, t
         await session.open()
         checks = environment.AGENT_CHECKS if session.spec.runs_episodes else environment.CHECKS
         report = Report("EnvironmentService", service.address, described_environment(session.spec))
-        return await _filled(report, checks, session, tell)
+        return await _filled(report, checks, session, session.unseen, tell)
     finally:
         await session.close()
 
 
-async def _filled(report: Report, checks: Sequence[Check[SessionT]], session: SessionT, tell: Tell) -> Report:
-    """The report with what the checks find."""
+async def _filled(
+    report: Report, checks: Sequence[Check[SessionT]], session: SessionT, unseen: Callable[[], str], tell: Tell
+) -> Report:
+    """The report with what the checks find, and with what of the service they have not seen."""
 
     def note(result: Result) -> None:
         report.results.append(result)
@@ -150,6 +152,7 @@ async def _filled(report: Report, checks: Sequence[Check[SessionT]], session: Se
 
     tell(report.head())
     await run(checks, session, note)
+    report.unseen.extend(filter(None, [unseen()]))
     tell(report.tail())
     return report
 

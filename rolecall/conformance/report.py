@@ -41,6 +41,8 @@ class Report:
     results: list[Result] = field(default_factory=list)
     notes: Sequence[str] = ()
     """What breaks no rule and was perhaps not meant so."""
+    unseen: list[str] = field(default_factory=list)
+    """What nothing was seen of, though no rule is broken, and the remedy."""
     load: Sequence[Load] = ()
 
     @property
@@ -62,7 +64,7 @@ class Report:
         return _text([*lines, *(f"note: {note}" for note in self.notes)])
 
     def tail(self) -> str:
-        """The lines below the rules: figures under load, and how many were kept."""
+        """The lines below the rules: figures under load, how many were kept, and what nothing was seen of."""
         lines = []
         if self.load:
             lines += ["", f"  {'calls at once':>13} {'items/s':>9} {'p50 ms':>8} {'p99 ms':>8} {'refused':>8}"]
@@ -73,6 +75,8 @@ class Report:
             ]
         counts = [self._count(status) for status in (Status.PASSED, Status.FAILED, Status.SKIPPED)]
         lines += ["", "{} rules: {} kept, {} broken, {} not looked at".format(len(self.results), *counts)]
+        for note in self.unseen:
+            lines += ["", *textwrap.wrap(f"note: {note}", WIDTH)]
         return _text(lines)
 
     def json(self) -> dict[str, Any]:
@@ -96,7 +100,7 @@ class Report:
             "address": self.address,
             "passed": self.has_passed,
             "described": dict(self.described),
-            "notes": list(self.notes),
+            "notes": [*self.notes, *self.unseen],
             "rules": rules,
             "load": [vars(load) for load in self.load],
         }

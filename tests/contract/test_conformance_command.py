@@ -13,12 +13,15 @@ import grpc
 import pytest
 
 from rolecall.commands.cli import main
+from rolecall.commands.conformance import examine_environment
 from rolecall.conformance.environment.rows import read_file
+from rolecall.conformance.peer import Peer
 from rolecall.conformance.report import junit
 from rolecall.conformance.reward.pool import read_pool
 from rolecall.errors import ConfigError
-from tests.contract import reward_peers
-from tests.contract.kits import CONTRACTS, KITS, ROOT, broken, examined
+from rolecall.v1 import reward_pb2
+from tests.contract import environment_honest, reward_peers
+from tests.contract.kits import CONTRACTS, KITS, ROOT, broken, examined, written
 from tests.contract.reward_liars import LIARS, Honest
 from tests.ports import free_port
 
@@ -141,6 +144,33 @@ async def test_the_file_is_written_though_the_reader_of_the_table_leaves(tmp_pat
         command = await asyncio.create_subprocess_exec("bash", "-o", "pipefail", "-c", f"{words} | head -n 1", cwd=ROOT)
         assert await asyncio.wait_for(command.wait(), 120) == 0
     assert ElementTree.parse(file).getroot().get("tests") == str(len(KITS["reward"].checks))
+
+
+async def test_a_scorer_that_answers_every_item_by_an_error_is_told_that_nothing_was_seen() -> None:
+    class Strict(Honest):
+        """Scores nothing that the kit makes up."""
+
+        def result(self, item: reward_pb2.ScoreItem) -> reward_pb2.ScoreResult:
+            error = reward_pb2.ScoreError(code="BAD_METADATA", message="metadata has no field tests")
+            return reward_pb2.ScoreResult(id=item.id, error=error)
+
+    report = await examined(Strict())
+    assert broken(report) == []
+    said = "every item was answered by an error, so nothing of its scores was seen; give --items FILE"
+    *_, first, last = report.text().splitlines()
+    assert f"{first} {last}".startswith(f"note: {said}"), "below all else"
+    assert any(note.startswith(said) for note in report.json()["notes"])
+    assert not any(note.startswith(said) for note in (await examined(Honest())).json()["notes"])
+
+
+async def test_an_environment_whose_episodes_never_end_is_told_that_no_end_was_seen(tmp_path: Path) -> None:
+    rows = read_file(written(tmp_path, {"actions": ["hello"]}))
+    async with environment_honest.serving(environment_honest.Honest()) as address:
+        report = await examine_environment(Peer(address), rows)
+    assert broken(report) == []
+    said = "no episode came to its end, so nothing of that and of its reward was seen; give --items FILE"
+    assert said in " ".join(report.tail().split())
+    assert any(note.startswith(said) for note in report.json()["notes"])
 
 
 async def test_junit_tells_a_failure_with_its_rule() -> None:

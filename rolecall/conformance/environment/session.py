@@ -289,6 +289,15 @@ class EnvironmentSession:
                         break
         return self._graded
 
+    def unseen(self) -> str:
+        """Says what nothing was seen of, with the remedy, by the plays so far; empty: an episode came to its end."""
+        if not self._plays or any(play.is_over for play in self._plays):
+            return ""
+        return (
+            "no episode came to its end, so nothing of that and of its reward was seen; give --items FILE with actions "
+            "that end one"
+        )
+
     def is_as_before(self, play: Play, turn: int, answer: environment_pb2.StepResponse) -> bool:
         """Whether a turn was answered as in an earlier play; nothing can be said of one that chance decides."""
         return self.goes_by_chance or same(play.turns[turn - 1], answer)

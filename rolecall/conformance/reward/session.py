@@ -167,6 +167,16 @@ class RewardSession:
         """The first results of the pool, by id."""
         return {result.id: result for _, response in await self.first() for result in response.results}
 
+    def unseen(self) -> str:
+        """Says what nothing was seen of, with the remedy, by the answers so far; empty: there were scores."""
+        outcomes = [result.WhichOneof("outcome") for _, response in self._first for result in response.results]
+        if not outcomes or set(outcomes) != {"error"}:
+            return ""
+        return (
+            "every item was answered by an error, so nothing of its scores was seen; give --items FILE with items that "
+            "it can score"
+        )
+
     def _error(self, error: grpc.aio.AioRpcError, method: str) -> RoleCallError:
         return status.to_error(
             error.code(), error.details(), error.trailing_metadata(), target=self.peer.address, method=method
