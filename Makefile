@@ -8,7 +8,7 @@ PART ?= 1
 ACCEPTANCE ?= build/gpu-acceptance
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-languages test-learning test-megatron test-mesh test-vision chaos gpu-acceptance gpu-wheels check proto clean compose images test-deploy test-cluster
+.PHONY: help setup quickstart test test-all test-languages test-learning test-megatron test-mesh test-vision chaos gpu-acceptance gpu-wheels wheel check proto clean compose images test-deploy test-cluster
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -74,6 +74,9 @@ gpu-acceptance: setup ## What one GPU must show, PART=1 to 8 of nine minutes eac
 
 gpu-wheels: setup ## What a plain machine with a GPU and torch needs beside this tree for it, in build/gpu-wheels
 	@PYTHON=$(BIN)/python tools/gpu_wheels.sh
+
+wheel: setup ## The package as a wheel, in dist, for machines without this tree; it is on no package index
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . && ls dist/*.whl
 
 check: setup ## Stale stubs, lint, waits without a deadline, docstrings that lean on others, types, import rules
 	@tools/proto.sh --check && $(BIN)/ruff check . && $(BIN)/python -m tools.check_deadlines && $(BIN)/python -m tools.docstrings --floor 100 && $(BIN)/mypy && $(BIN)/lint-imports

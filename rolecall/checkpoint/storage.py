@@ -183,8 +183,8 @@ class RemoteStorage:
             self._fs, self._root = fsspec.url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise ConfigError(
-                f"{url} cannot be used: {error}; for s3:// install rolecall[s3], for others the library that fsspec "
-                "names"
+                f"{url} cannot be used: {error}; for s3:// pip install 'rolecall[s3]', for others the library that "
+                "fsspec names"
             ) from error
         self.url = url
         self._pause_s = pause_s

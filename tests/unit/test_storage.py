@@ -129,7 +129,7 @@ def test_what_fails_for_a_while_is_tried_again_and_what_fails_for_good_is_an_err
 
 
 def test_a_url_of_no_known_kind_and_a_server_that_is_away_are_named(s3: str) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere://x cannot be used.*install rolecall\[s3\]"):
+    with pytest.raises(ConfigError, match=r"nowhere://x cannot be used.*pip install 'rolecall\[s3\]'"):
         open_storage("nowhere://x")
     with pytest.raises(StorageUnavailableError, match="no-such-bucket"):
         RemoteStorage("s3://no-such-bucket/x", pause_s=0.0).write("a", lambda file: file.write(b"x"))

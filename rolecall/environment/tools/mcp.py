@@ -1,6 +1,6 @@
 """Tools of a server of the Model Context Protocol, which this process starts and speaks to over its standard streams.
 
-The package `mcp` is needed by those who use this alone: `rolecall[mcp]`. A server is started for each episode, for what
+The package `mcp` is needed by those who use this alone: the extra `mcp`. A server is started for each episode, for what
 one episode does to it another must not see; one that only reads may be shared: hand its `tools` to ToolEpisode. A call
 is made once and never repeated. Where the run shows no images, an image is read as `[image]`; what else is no text is
 named so in any. Bounds: START_S for a server to say its tools, CALL_S for a call, CLOSE_S for its end.
