@@ -251,6 +251,37 @@ async def test_what_a_rollout_that_goes_away_was_asked_others_answer(make_settin
     assert values["eval/held/missing"] == 0
 
 
+async def test_an_error_that_nobody_foresaw_ends_what_all_others_were_asked(
+    make_settings: Callable[..., RunSettings],
+) -> None:
+    is_left = asyncio.Event()
+
+    class Hanging(Replica):
+        async def Generate(
+            self, request: rollout_pb2.GenerateRequest, timeout: float
+        ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+            self.asked.append(request.prompt.uid)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                is_left.set()
+            yield rollout_pb2.GenerateResponse()
+
+    class Broken(Replica):
+        async def Generate(
+            self, request: rollout_pb2.GenerateRequest, timeout: float
+        ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+            await until(lambda: bool(hanging.asked))
+            yield rollout_pb2.GenerateResponse()
+            raise RuntimeError("broken")
+
+    hanging = Hanging("r.0")
+    async with asyncio.timeout(60):
+        with pytest.raises(RuntimeError, match="broken"):
+            await evaluated(make_settings, hanging, Broken("r.1"), settings=one_at_a_time(make_settings))
+    assert is_left.is_set()
+
+
 async def test_a_rollout_whose_connection_broke_once_is_asked_again(make_settings: Callable[..., RunSettings]) -> None:
     class Interrupted(Replica):
         async def Generate(

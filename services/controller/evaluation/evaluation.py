@@ -29,6 +29,7 @@ from services.controller.evaluation.sets import HeldOutSet
 from services.controller.fleet.liveness import Rollout
 from services.controller.fleet.members import Fleet
 from services.controller.samples import sample
+from services.controller.tasks import at_once
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ class Evaluation:
             if num_rounds:  # one broke off when the others had nothing to do any more
                 await patience.wait(self._settings.controller.lease_s)
             holders = await self._holders(version, patience, broke_at)
-            await asyncio.gather(*(work(rollout, version()) for rollout in holders for _ in range(width)))
+            await at_once([work(rollout, version()) for rollout in holders for _ in range(width)])
             num_rounds += 1
         return [response for index in sorted(results) for response in results[index]]
 
