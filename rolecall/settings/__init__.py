@@ -77,6 +77,7 @@ from rolecall.settings.load import (
     with_running_store,
 )
 from rolecall.settings.model_server import ModelServer
+from rolecall.settings.optimizers import CriticOptimizerSection, OptimizerSection
 from rolecall.settings.plugin import FunctionName, PluginSection
 from rolecall.settings.reward.code import CodeScorer, LanguageSection
 from rolecall.settings.reward.components import RewardComponent, RewardSection, shadows_of, taken_names
@@ -129,13 +130,11 @@ from rolecall.settings.sft import SftDataSection, SftEvaluationSection, SftRunSe
 from rolecall.settings.trainers import (
     ALL_LINEAR,
     ActorSection,
-    CriticOptimizerSection,
     CriticSection,
     LayoutSection,
     LoraSection,
     MegatronSection,
     MoeSection,
-    OptimizerSection,
     ParallelSection,
     ReferenceSection,
     TrainerSection,

@@ -9,6 +9,7 @@ from rolecall.settings.algorithm.algorithm import AlgorithmSection
 from rolecall.settings.checks import evaluation, placement, rewards, roles, sampler, sizes, trainers
 from rolecall.settings.data import DataSection, EvaluationSection, ModelSection, RunSection, SamplingSection
 from rolecall.settings.deadlines import Deadline, derive, filled_in
+from rolecall.settings.optimizers import OptimizerSection
 from rolecall.settings.reward.components import RewardSection
 from rolecall.settings.rollout import EnvironmentSection, RolloutSection
 from rolecall.settings.section import Section
@@ -23,7 +24,7 @@ from rolecall.settings.services import (
     WeightsSection,
 )
 from rolecall.settings.sizes.derived import DerivedSize, derive_sizes
-from rolecall.settings.trainers import ActorSection, CriticSection, LoraSection, OptimizerSection, ReferenceSection
+from rolecall.settings.trainers import ActorSection, CriticSection, LoraSection, ReferenceSection
 
 
 class RunSettings(Section):

@@ -6,13 +6,12 @@ from typing import Literal, Self
 
 from pydantic import PositiveInt, PrivateAttr, model_validator
 
-from rolecall.settings.backends import check_dtype
 from rolecall.settings.data import JobSection, ModelSection, check_system_prompt
 from rolecall.settings.plugin import PluginSection
 from rolecall.settings.section import ConfigPath, DataFiles, NonNegativeInt, Section
 from rolecall.settings.services import TelemetrySection, TrackersSection
 from rolecall.settings.sizes.derived import DerivedSize, derive_sft_sizes
-from rolecall.settings.trainers import ActorSection
+from rolecall.settings.trainers import ActorSection, check_dtype
 
 
 class SftRunSection(JobSection):

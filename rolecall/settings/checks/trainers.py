@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from rolecall.columns import Plugin, reference_column
 from rolecall.settings.algorithm.losses import CustomLoss
-from rolecall.settings.backends import check_adapters, check_backend, check_dtype
+from rolecall.settings.trainers import check_adapters, check_backend, check_dtype
 
 if TYPE_CHECKING:
     from rolecall.settings.run import RunSettings
