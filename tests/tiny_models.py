@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,8 +27,6 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     PretrainedConfig,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
@@ -38,13 +37,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
 )
 
-from tests.tiny_tokenizer import EOS_TOKEN_ID, SPECIAL_TOKENS, VISION_TEMPLATE, VISION_TOKENS, write_tokenizer
+from tests.tiny_tokenizer import EOS_TOKEN_ID, VISION_TEMPLATE, VISION_TOKENS, write_tokenizer
+from tests.tiny_vision import vision_config
 
-VisionFamily = Literal["qwen2_5_vl", "qwen3_vl"]
+VisionFamily = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 
 
 def write_qwen3(
@@ -422,62 +420,27 @@ def write_vision(
     """A random model of text and images with its tokenizer and image processor beside it: a token of an image is 8 x 8
     pixels, and an image is scaled to between 1 and 64 of them. Returns `path`.
     """
-    shared = {"eos_token_id": EOS_TOKEN_ID, "tie_word_embeddings": tied, "initializer_range": 0.1}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-    text = {
-        **shared,
-        "vocab_size": vocab,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "rope_parameters": rope,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_heads": 2,
-        "out_hidden_size": 128,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "in_channels": 3,
-        "initializer_range": 0.1,
-    }
-    ids = {
-        f"{name}_token_id": len(SPECIAL_TOKENS) + index
-        for index, name in enumerate(("vision_start", "vision_end", "image", "video"))
-    }
-    if family == "qwen2_5_vl":
-        config = Qwen2_5_VLConfig(
-            text_config=text,
-            vision_config={**vision, "window_size": 16, "fullatt_block_indexes": [1]},
-            **ids,
-            **shared,
-        )
-        model = _drawn(Qwen2_5_VLForConditionalGeneration, config, seed)
-    else:
-        text |= {"head_dim": 32, "rope_parameters": {**rope, "mrope_interleaved": True}}
-        config = Qwen3VLConfig(
-            text_config=text,
-            vision_config={**vision, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
-            **ids,
-            **shared,
-        )
-        model = _drawn(Qwen3VLForConditionalGeneration, config, seed)
+    config, kind = vision_config(family, tied=tied, vocab=vocab, num_layers=num_layers)
+    model = _drawn(kind, config, seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(0.05 * torch.arange(parameter.numel()).sin().view_as(parameter))
     model.save_pretrained(path)
+    if family == "qwen3_vl_moe":
+        transpose_experts(path)
     write_tokenizer(path, VISION_TEMPLATE, VISION_TOKENS)
     write_image_processor(path, family, patch=4)
     return path
+
+
+def transpose_experts(path: Path) -> None:
+    """Turns the matrices of experts in `path`, which published mixtures of Qwen3-VL have the other way round than
+    transformers.
+    """
+    tensors = load_file(path / "model.safetensors")
+    turned = {name: each.mT.contiguous() if ".experts." in name else each for name, each in tensors.items()}
+    save_file(turned, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_image_processor(path: Path, family: VisionFamily, *, patch: int, max_tokens: int = 64) -> None:
@@ -490,9 +453,9 @@ def write_image_processor(path: Path, family: VisionFamily, *, patch: int, max_t
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
         "size": {"shortest_edge": token_pixels, "longest_edge": max_tokens * token_pixels},
-        "processor_class": {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}[family],
+        "processor_class": "Qwen2_5_VLProcessor" if family == "qwen2_5_vl" else "Qwen3VLProcessor",
     }
-    video = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}[family]
+    video = "Qwen2VLVideoProcessor" if family == "qwen2_5_vl" else "Qwen3VLVideoProcessor"
     for name, kind in (
         ("", {"image_processor_type": "Qwen2VLImageProcessor"}),
         ("video_", {"video_processor_type": video}),

@@ -1,12 +1,15 @@
 """Rows of a tiny model of text and images, and plain transformers that computes each by itself."""
 
 import io
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
 from rolecall.columns import IMAGES
@@ -132,3 +135,32 @@ def oracle_gradients(path: Path, rows: list[Row]) -> dict[str, Array]:
     loss = -torch.stack([oracle_logprobs(model, path, row).sum() for row in rows]).sum() / num_tokens
     loss.backward()  # type: ignore[no-untyped-call]
     return {name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def rounding(name: str) -> float:
+    """How far a gradient may be from another way to compute it, in its largest element: in what decays the states of
+    recurrent layers much of what tokens say cancels.
+    """
+    return 5e-4 if name.endswith(("A_log", "dt_bias", "in_proj_a.weight")) else 2e-5
+
+
+def write_published(path: Path, folder: Path) -> Path:
+    """A copy in `folder` of the Qwen3.5 in `path` as it is published: experts of a layer in one tensor, a block that
+    predicts further tokens, and names in its config.json that transformers does not read.
+    """
+    shutil.copytree(path, folder)
+    weights, stacks = load_file(path / "model.safetensors"), dict[str, dict[str, list[torch.Tensor]]]()
+    for name in sorted(name for name in weights if ".experts." in name):
+        layer, _, matrix = name.removesuffix(".weight").partition(".experts.")
+        stacks.setdefault(layer, {}).setdefault(matrix.partition(".")[2], []).append(weights.pop(name))
+    for layer, stacked in stacks.items():
+        gate, up, down = (torch.stack(stacked[f"{matrix}_proj"]) for matrix in ("gate", "up", "down"))
+        weights |= {f"{layer}.experts.gate_up_proj": torch.cat([gate, up], 1), f"{layer}.experts.down_proj": down}
+    further = {"fc.weight": (128, 256), "layers.0.self_attn.k_proj.weight": (64, 128), "norm.weight": (128,)}
+    weights |= {f"mtp.{name}": torch.ones(shape) for name, shape in further.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"] |= {"mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32", "attn_output_gate": True}
+    config["vision_config"] |= {"deepstack_visual_indexes": [], "model_type": config["model_type"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -41,6 +41,7 @@ _ALL_FULL_ATTENTION = (
     "qwen3",
     "qwen3_moe",
     "qwen3_vl_text",
+    "qwen3_vl_moe_text",
 )
 """Values of model_type whose every layer attends to all tokens before, unless use_sliding_window says otherwise."""
 

@@ -29,7 +29,7 @@ _RECURRENT = ("qwen3_next", *QWEN3_5_TEXT)
 """Values of model_type of models with recurrent layers."""
 ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
 """Kinds of layers that keep no state, in a configuration's layer_types."""
-_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
+_WITH_IMAGES: tuple[str, ...] = ()
 """Values of model_type whose language model can be saved, and trained, alone."""
 _DEQUANTIZED = (
     "make a copy in bfloat16, which transformers does: AutoModelForCausalLM.from_pretrained(..., "
@@ -196,8 +196,14 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
         )
     if config.get("vision_config") and kind not in FAMILIES:
         raise ConfigError(
-            f"{where} is a model of text and images of model_type {kind!r}, and only {' and '.join(FAMILIES)} are "
-            "trained whole; use one of these, or a model of text"
+            f"{where} is a model of text and images of model_type {kind!r}, and only {', '.join(FAMILIES[:-1])} "
+            f"and {FAMILIES[-1]} are trained whole; use one of these, or a model of text"
+        )
+    hidden, width = text.get("hidden_size"), text.get("moe_intermediate_size")
+    if kind == "qwen3_vl_moe" and isinstance(width, int) and hidden in (width, 2 * width):
+        raise ConfigError(
+            f"{where}: its experts' matrices are square (hidden_size {hidden}, moe_intermediate_size {width} of "
+            "config.json), so that it cannot be told which way round its files have them; use another model"
         )
     quantization = config.get("quantization_config")
     if quantization is not None:
@@ -217,7 +223,7 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
                 "logprobs support here; use a model without it, as Gemma 3"
             )
     check_rope(text, where)
-    heads, keys, hidden = (text.get(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    heads, keys = (text.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
         raise ConfigError(
             f"{where}: config.json has num_attention_heads {heads}, not a multiple of num_key_value_heads {keys}; "

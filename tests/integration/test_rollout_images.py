@@ -5,7 +5,7 @@ against transformers, and no feature of older weights under newer ones.
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -26,23 +26,38 @@ from tests.tiny_models import VisionFamily, write_vision
 
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(300)]
 
+FAMILIES: tuple[VisionFamily, ...] = get_args(VisionFamily)
+
 MAX_GAP = 1e-4
 """Nats, in float32: vLLM and transformers on the same pixels differ by 1e-5. Pixels that Pillow resized are .006 off,
 and another image, or weights of another seed, tenths and more.
 """
+MEAN_GAP = 0.05
+"""Nats on average over tokens, where vLLM computes in bfloat16 alone, as it does recurrent layers on CPUs: single
+tokens of such rough weights are tenths off, and means .03. Another image is .15 off, other weights 1.
+"""
+
+
+def dtype_of(family: str) -> str:
+    """The type that vLLM computes the family in on CPUs."""
+    return "bfloat16" if family.startswith("qwen3_5") else "float32"
 
 
 class Seen:
     """A replica with a model that sees, and two versions of its weights by transformers."""
 
-    def __init__(self, rollout: RolloutProcess, paths: list[Path]) -> None:
+    def __init__(self, rollout: RolloutProcess, paths: list[Path], dtype: str) -> None:
+        self._is_exact, stored = dtype == "float32", getattr(torch, dtype)
         self.rollout = rollout
         tokens = read_visual_tokens(paths[0])
         assert tokens is not None
         self.tokens = tokens
         self.processor = AutoImageProcessor.from_pretrained(paths[0])
-        self.models = [AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval() for path in paths]
-        self.weights = [sorted(load_file(path / "model.safetensors").items()) for path in paths]
+        self.models = [AutoModelForImageTextToText.from_pretrained(path, dtype=stored).float().eval() for path in paths]
+        self.weights = [
+            [(name, each.to(stored)) for name, each in sorted(load_file(path / "model.safetensors").items())]
+            for path in paths
+        ]
 
     def prompt(self, images: list[bytes], tail: int = 70) -> trajectory_pb2.Prompt:
         """A prompt that shows the images, with text between them."""
@@ -76,18 +91,28 @@ class Seen:
         return list(self.rollout.stub.Generate(request, timeout=120))
 
     def gap(self, version: int, prompt: trajectory_pb2.Prompt, responses: list[rollout_pb2.GenerateResponse]) -> float:
-        """How far the sampler's logprobs are from those of transformers, at most."""
-        ids, images, gaps = np.frombuffer(prompt.token_ids, "<i4").tolist(), list(prompt.images), [0.0]
+        """How far the sampler's logprobs are from those of transformers."""
+        ids, images, gaps = np.frombuffer(prompt.token_ids, "<i4").tolist(), list(prompt.images), list[Array]()
         for response in responses:
             said = np.frombuffer(response.response_token_ids, "<i4").tolist()
             if self.tokens.token_id in said:  # transformers would look for its image
                 continue
             expected = self.logprobs(version, ids + said, images)[len(ids) :]
-            gaps.append(float(np.abs(np.frombuffer(response.response_logprobs, "<f4") - expected).max()))
-        return max(gaps)
+            gaps.append(np.frombuffer(response.response_logprobs, "<f4") - expected)
+        return self.size(np.concatenate(gaps)) if gaps else 0.0
+
+    def size(self, gaps: Array) -> float:
+        """What there is to say of differences: their largest, or in half precision their mean."""
+        sizes = np.abs(gaps)
+        return float(sizes.max() if self._is_exact else sizes.mean())
+
+    @property
+    def most(self) -> float:
+        """Greatest size of differences that vLLM and transformers explain."""
+        return MAX_GAP if self._is_exact else MEAN_GAP
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     """One process for the whole file; its tests run in order."""
     family: VisionFamily = request.param
@@ -97,9 +122,10 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "data": {"images_field": "images"},
         "rollout": {"pause_mode": "keep_cache", "max_num_seqs": 32, "kv_cache_bytes": 64 * 2**20},
         "algorithm": {"correction": {"weight": {"kind": "token", "cap": 2}}},
+        "model": {"dtype": dtype_of(family)},
     }
     with rollout_process(directory, paths[0], auto_class=AutoModelForImageTextToText, **sections) as running:
-        yield Seen(running, paths)
+        yield Seen(running, paths, dtype_of(family))
 
 
 def test_every_weight_of_both_towers_arrives_and_the_probe_agrees(seen: Seen) -> None:
@@ -110,21 +136,21 @@ def test_every_weight_of_both_towers_arrives_and_the_probe_agrees(seen: Seen) ->
     assert {item.name: item.value for item in received.fingerprints} == sent.fingerprints
     assert any("visual" in name for name in sent.fingerprints)
     probe = decode_tensor(received.probe.logprobs, "probe")
-    assert np.abs(probe - seen.logprobs(0, PROBE, [])).max() < 1e-4
+    assert seen.size(probe - seen.logprobs(0, PROBE, [])) < seen.most
 
 
 @pytest.mark.parametrize("sizes", [[(36, 20)], [(36, 20), (32, 32)], []], ids=["one", "two", "none"])
 def test_responses_to_images_have_the_logprobs_of_transformers(seen: Seen, sizes: list[tuple[int, int]]) -> None:
     prompt = seen.prompt([picture(*size, seed) for seed, size in enumerate(sizes)])
     responses = seen.generate(prompt)
-    assert seen.gap(0, prompt, responses) < MAX_GAP
+    assert seen.gap(0, prompt, responses) < seen.most
     assert all(not response.meta.prompt.images for response in responses)
 
 
 def test_another_image_of_the_same_size_gives_another_response(seen: Seen) -> None:
     first, second = (seen.prompt([picture(36, 20, seed)]) for seed in (0, 1))
     responses = seen.generate(first)
-    assert seen.gap(0, second, seen.generate(second)) < MAX_GAP
+    assert seen.gap(0, second, seen.generate(second)) < seen.most
     assert seen.gap(0, second, responses) > 0.1
 
 
@@ -156,7 +182,7 @@ def test_committed_rows_hold_the_images(seen: Seen) -> None:
             assert not meta.prompt.images
             ids, mask = row["token_ids"].tolist(), row["response_mask"] == 1
             if seen.tokens.token_id not in ids[meta.num_prompt_tokens :]:
-                assert np.abs(row["rollout_logprobs"] - seen.logprobs(0, ids, shown))[mask].max() < MAX_GAP
+                assert seen.size((row["rollout_logprobs"] - seen.logprobs(0, ids, shown))[mask]) < seen.most
 
 
 @pytest.mark.parametrize(
@@ -169,7 +195,7 @@ def test_nothing_that_older_weights_saw_is_used_under_newer_ones(seen: Seen, pau
     seen.rollout.weights = seen.weights[version]
     seen.rollout.publish(pause_mode=pause_mode)
     responses = seen.generate(prompt)
-    assert seen.gap(version, prompt, responses) < MAX_GAP
+    assert seen.gap(version, prompt, responses) < seen.most
     assert seen.gap(1 - version, prompt, responses) > 0.1
 
 
@@ -197,7 +223,7 @@ def test_groups_kept_over_a_publish_see_their_images_by_the_weights_that_they_go
             if new.any() and seen.tokens.token_id not in said:
                 num_mixed += bool((versions[row["response_mask"] == 1] < seen.rollout.version).any())
                 expected = seen.logprobs(version, ids, files, temperature=1.5)
-                assert np.abs(row["rollout_logprobs"] - expected)[new].max() < MAX_GAP
+                assert seen.size((row["rollout_logprobs"] - expected)[new]) < seen.most
     assert num_mixed > 0, "no response was under way over the publish"
 
 
@@ -207,7 +233,7 @@ def test_adapters_of_the_language_model_answer_what_the_base_s_tower_sees(family
     path = write_vision(tmp_path / "model", family)
     sections: dict[str, Any] = {"data": {"images_field": "images"}, "actor": {"lora": lora.model_dump()}}
     with rollout_process(tmp_path, path, auto_class=AutoModelForImageTextToText, **sections) as running:
-        seen, adapters = Seen(running, [path, path]), []
+        seen, adapters = Seen(running, [path, path], "float32"), []
         for name, module in seen.models[1].named_modules():
             if "language_model.layers" in name and name.rpartition(".")[2] in lora.target_modules:
                 down = torch.randn(lora.rank, module.in_features, generator=generator) * 0.2
@@ -221,5 +247,5 @@ def test_adapters_of_the_language_model_answer_what_the_base_s_tower_sees(family
         running.publish()
         prompt = seen.prompt([picture(36, 20, 0), picture(32, 32, 1)])
         responses = seen.generate(prompt)
-        assert seen.gap(1, prompt, responses) < MAX_GAP
+        assert seen.gap(1, prompt, responses) < seen.most
         assert seen.gap(0, prompt, responses) > 0.1

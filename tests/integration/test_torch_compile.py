@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -135,7 +135,7 @@ def test_experts_with_adapters_are_left_out_of_the_graphs(
     assert not caplog.records, "a graph could not be compiled, or was made again and again"
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", get_args(VisionFamily))
 def test_layers_behind_a_vision_tower_are_compiled_and_the_tower_is_not(
     tmp_path: Path, family: VisionFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:

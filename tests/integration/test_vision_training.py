@@ -38,6 +38,7 @@ from tests.vision_rig import (
     oracle_logprobs,
     oracle_model,
     packed,
+    rounding,
 )
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -74,7 +75,8 @@ def test_packed_logprobs_and_gradients_agree_with_transformers_one_sequence_at_a
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         assert gradient is not None
-        np.testing.assert_allclose(gradient, expected[name], atol=2e-5 * np.abs(expected[name]).max() + 1e-8)
+        bound = rounding(name) * np.abs(expected[name]).max() + 1e-8
+        np.testing.assert_allclose(gradient, expected[name], atol=bound)
     assert engine.flops_done > engine.flops.forward.total(microbatch.lengths, microbatch.num_scored)
 
 
@@ -114,7 +116,8 @@ def test_gradients_are_the_same_however_microbatches_are_cut_and_activations_are
         wanted = expected[name]
         assert gradient is not None
         assert wanted is not None
-        torch.testing.assert_close(gradient, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()) + 1e-8)
+        bound = rounding(name) * float(wanted.abs().max()) + 1e-8
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=bound)
 
 
 def test_in_a_run_of_text_the_last_layer_and_the_head_keep_their_activations(
@@ -194,8 +197,10 @@ def test_a_placeholder_that_was_sampled_is_a_token_like_any_other(paths: dict[st
         ("qwen3_vl", {"gradient_checkpointing": True}, 1e-5, 1e-4),
         ("qwen3_vl", {"freeze_vision_tower": True, "activation_offload": True}, 1e-5, 2e-5),
         ("qwen3_vl", {"freeze_vision_tower": True, "dtype": "bfloat16"}, 1e-2, 2e-2),
+        ("qwen3_5_moe", {"gradient_checkpointing": True}, 1e-5, 1e-4),
+        ("qwen3_vl_moe", {"freeze_vision_tower": True}, 1e-5, 1e-4),
     ],
-    ids=["windows", "checkpointing", "frozen", "frozen beside float32 masters"],
+    ids=["windows", "checkpointing", "frozen", "frozen beside float32 masters", "recurrent", "turned experts"],
 )
 def test_two_ranks_train_like_one_also_where_a_rank_has_no_image_and_where_it_has_nothing(
     paths: dict[str, Path], tmp_path: Path, family: str, options: dict[str, Any], rtol: float, atol: float
@@ -415,6 +420,8 @@ def test_adapters_of_the_language_model_are_those_of_peft_and_merge_into_the_dir
     paths: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
     path, section = paths[family], LoraSection(rank=4, alpha=12.0)
+    if family == "qwen3_vl_moe":  # what else there is in a layer are experts
+        section = LoraSection(rank=4, alpha=12.0, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
     engine = make_engine(path, optimizer=SECTION, lora=section)
     train(engine, path, num_steps=2)
     adapter = {name: tensor.clone() for name, tensor in engine.named_weights()}
@@ -443,6 +450,6 @@ def test_adapters_of_the_language_model_are_those_of_peft_and_merge_into_the_dir
     (alone,) = engine.forward([packed(path, [rows[3]])])
     assert isinstance(alone, TokenOutputs)
     np.testing.assert_allclose(alone.logprobs_N, expected, atol=1e-5)
-    start = LoraSection(rank=4, alpha=12.0, start=whole / "adapter")
+    start = section.model_copy(update={"start": whole / "adapter"})
     again = {name: tensor.clone() for name, tensor in make_engine(path, optimizer=SECTION, lora=start).named_weights()}
     assert_same_weights(again, adapter, atol=0)

@@ -1,6 +1,7 @@
 """What `rolecall check` says of models of text and images, and what it refuses before anything starts."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,18 @@ def test_a_reward_model_reads_text_alone(vision: Path) -> None:
 
 def test_a_model_of_text_and_images_is_trainable_and_others_are_named(vision: Path, tmp_path: Path) -> None:
     check_trainable(vision)
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "qwen3_vl_moe", "text_config": {}, "vision_config": {"a": 1}}'
-    )
-    with pytest.raises(ConfigError, match="of model_type 'qwen3_vl_moe', and only qwen2_5_vl and qwen3_vl are trained"):
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "qwen2_vl", "text_config": {}, "vision_config": {"a": 1}}')
+    with pytest.raises(ConfigError, match=r"of model_type 'qwen2_vl', and only qwen2_5_vl, .* and qwen3_5_moe are tra"):
+        check_trainable(tmp_path)
+
+
+@pytest.mark.parametrize(("width", "is_square"), [(64, True), (128, True), (96, False)])
+def test_experts_of_which_nobody_can_tell_which_way_round_they_are_are_refused(
+    tmp_path: Path, width: int, is_square: bool
+) -> None:
+    text = {"hidden_size": 128, "moe_intermediate_size": width}
+    tree = {"model_type": "qwen3_vl_moe", "text_config": text, "vision_config": {"a": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match="its experts' matrices are square") if is_square else nullcontext():
         check_trainable(tmp_path)

@@ -178,10 +178,6 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (write("tokenizer_config.json", b"[]"), ": transformers cannot load its tokenizer (TypeError: "),
     (edit("tokenizer.json", model={}), ": transformers cannot load its tokenizer ("),
     (
-        edit("config.json", model_type="qwen3_5"),
-        " is a model of text and images; train its language model alone, which transformers saves",
-    ),
-    (
         edit("config.json", model_type="mamba2"),
         " is of model_type 'mamba2', which keeps a state from token to token, and packed sequences would hand",
     ),

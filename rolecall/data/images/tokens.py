@@ -3,7 +3,7 @@
 A chat template puts one placeholder for each image. A prompt has it once for every vector that the vision tower makes
 of the image, which is what trainers compute on; vLLM is given it once, with the image, and repeats it by itself.
 
-The arithmetic is that of transformers' Qwen2VLImageProcessor, which both families use. It stands here because the
+The arithmetic is that of transformers' Qwen2VLImageProcessor, which all families use. It stands here because the
 library's imports torch, and takes seconds, where a controller counts tokens; a test holds it to the library's.
 """
 
@@ -20,7 +20,7 @@ from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import RunSettings
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Values of model_type of models whose prompts may show images."""
 _PROCESSOR = "Qwen2VLImageProcessor"
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}

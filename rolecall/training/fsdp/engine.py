@@ -324,9 +324,9 @@ class FsdpEngine:
         trace = TracedAttention()
         if self._mixture is None:
             return count_flops(self._model, trace)
-        follow_routes(layers(self._model), self._mixture)
+        follow_routes(language_layers(self._model), self._mixture)
         flops = count_flops(self._model, trace)
-        check_followed(layers(self._model), trace.routes)
+        check_followed(language_layers(self._model), trace.routes)
         return flops
 
     def _run(

@@ -15,6 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -34,6 +35,7 @@ class Conversion:
         self._renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
         self._trivial = not transforms
+        self._turned = tuple(t.target_patterns[0] for t in self._converters if _is_either_way(t))
         self.experts_are_transposed = any(getattr(module, "is_transposed", False) for module in hf.modules())
         """Whether parameters of stacked experts are [experts, inputs, outputs]; else outputs come first."""
 
@@ -41,8 +43,16 @@ class Conversion:
         """The tensors of a model directory that hold parameter `name`, in a fixed order."""
         if self._trivial:
             return {name: tensor}
+        if self.is_turned(name):
+            return {name: tensor.transpose(1, 2).contiguous()}
         pieces: dict[str, torch.Tensor] = revert_weight_conversion(self._hf, {name: tensor})
         return {piece: pieces[piece] for piece in sorted(pieces, key=dot_natural_key)}
+
+    def is_turned(self, name: str) -> bool:
+        """Whether published directories hold the parameter `name`, [experts, ...], with its matrices transposed.
+        Directories that transformers writes hold it as it is.
+        """
+        return name.endswith(self._turned)
 
     def from_checkpoint(
         self, name: str, shape: torch.Size, read: Callable[[str], torch.Tensor], rows: slice
@@ -99,6 +109,11 @@ def _rows_of(name: str, shape: torch.Size, whole: torch.Tensor, rows: slice) -> 
             "matching files"
         )
     return whole[rows]
+
+
+def _is_either_way(converter: WeightConverter) -> bool:
+    """Whether the rule transposes by shape: what has the parameter's own stays as it is."""
+    return any(isinstance(operation, Transpose) and operation.check_dims for operation in converter.operations)
 
 
 def _stacks(converter: WeightConverter) -> bool:

@@ -52,7 +52,11 @@ class ParameterFiles:
         ConfigError when it is missing, has another shape or is not of a floating type.
         """
         files, path = self._files, self._path
-        if name in files:
+        if name in files and self._conversion.is_turned(name) and files.shape(name) != tuple(shape):
+            experts, inputs, outputs = box.slices
+            _check_shape(path, name, files.shape(name), (shape[0], shape[2], shape[1]))
+            part = files.part(name, (experts, outputs, inputs)).transpose(1, 2)
+        elif name in files:
             _check_shape(path, name, files.shape(name), shape)
             part = files.part(name, box.slices)
         elif name.startswith(VALUE_HEAD):

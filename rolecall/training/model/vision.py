@@ -68,7 +68,8 @@ class VisionTower:
         self.is_called = True
         """Whether a microbatch may show images, here or on another rank."""
         self.module.config._attn_implementation = NAME
-        if not self._is_windowed:
+        self._is_deep = hasattr(self.backbone, "_deepstack_process")
+        if self._is_deep:
             self.backbone._deepstack_process = _added  # type: ignore[assignment]  # a method, of this one module
 
     @property
@@ -147,7 +148,7 @@ class VisionTower:
         """[V, H] each: the features that stand in the place of tokens' embeddings, then those that are added to the
         hidden states of the language model's first layers, a layer each.
         """
-        return [output.pooler_output, *([] if self._is_windowed else output.deepstack_features)]
+        return [output.pooler_output, *(output.deepstack_features if self._is_deep else [])]
 
     def _given(self, grids_I3: torch.Tensor, device: torch.device) -> dict[str, Any]:
         """Computes on the host what the tower would of `grids_I3` on the device, and wait for."""

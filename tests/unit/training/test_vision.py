@@ -113,7 +113,7 @@ def test_a_tower_costs_what_torch_counts_when_transformers_runs_it(
             output = plain(given["pixel_values"], grid_thw=given["image_grid_thw"])
             forward = counter.get_total_flops()
             if not frozen:
-                deeper = [] if family == "qwen2_5_vl" else output.deepstack_features
+                deeper = output.deepstack_features if family.startswith("qwen3_vl") else []
                 torch.cat([output.pooler_output, *deeper]).sum().backward()  # type: ignore[no-untyped-call]
         images, windows = model.vision.patches(given["image_grid_thw"])
         assert flops.tower_forward.total(images, windows) == forward
@@ -121,8 +121,10 @@ def test_a_tower_costs_what_torch_counts_when_transformers_runs_it(
 
 
 def test_adapters_are_of_the_language_model_and_counted_as_such(paths: dict[str, Path]) -> None:
-    section = LoraSection(rank=3)
-    for path in paths.values():
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    for family, path in paths.items():
+        of_attention = {"target_modules": attention} if family == "qwen3_vl_moe" else {}
+        section = LoraSection(rank=3, **of_attention)
         model = build_model(path, "policy", torch.float32)
         assert len(layers(model)) == 4
         assert len(language_layers(model)) == 2
