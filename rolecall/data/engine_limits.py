@@ -17,6 +17,7 @@ from rolecall.data.model_files import (
     QWEN3_5_TEXT,
     has_recurrent_layers,
     max_model_tokens,
+    model_shapes,
     tensor_names,
     text_config,
 )
@@ -118,6 +119,20 @@ def _check_images(path: Path) -> None:
         )
 
 
+def _check_served_experts(path: Path) -> None:
+    """ConfigError when vLLM, which beside adapters reads the model at `path` itself, would take its experts the other
+    way round.
+    """
+    hidden = text_config(path).get("hidden_size")
+    is_mixture = text_config(path).get("model_type") == "qwen3_vl_moe_text"
+    shapes = model_shapes(path, "model.path") if is_mixture else {}
+    if any(name.endswith(".experts.gate_up_proj") and shape[1] != hidden for name, shape in shapes.items()):
+        raise ConfigError(
+            f"model.path {path} holds its experts as transformers saves them, and beside adapters vLLM reads them as "
+            "they are published; set weights.merge_adapters, or use the directory as it was published"
+        )
+
+
 def _check_gpt_oss(path: Path, model: str) -> None:
     """ConfigError when the model at `path`, which `model` names, is a gpt-oss of other numbers than vLLM's code has
     written in it.
@@ -165,6 +180,8 @@ def _check_cpus(settings: RunSettings) -> None:
 
 def _check_gpus(settings: RunSettings) -> None:
     is_recurrent, path = has_recurrent_layers(text_config(settings.model.path)), settings.model.path
+    if settings.published_adapters is not None:
+        _check_served_experts(path)
     if is_recurrent and settings.actor.router_replay == "r3":
         raise ConfigError(
             f"actor.router_replay r3: model.path {path} has recurrent layers, with which prefixes are not kept, and "

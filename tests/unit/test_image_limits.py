@@ -5,9 +5,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from rolecall.commands.check.footprint import memory_and_disk
+from rolecall.data.engine_limits import check_engine
 from rolecall.data.images.limits import check_images
 from rolecall.data.model_files import check_trainable, read_model
 from rolecall.data.parameter_counts import actor_parameters, critic_parameters
@@ -141,3 +144,26 @@ def test_experts_of_which_nobody_can_tell_which_way_round_they_are_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(tree))
     with pytest.raises(ConfigError, match="its experts' matrices are square") if is_square else nullcontext():
         check_trainable(tmp_path)
+
+
+@pytest.mark.parametrize(("shape", "is_refused"), [([4, 32, 24], False), ([4, 24, 32], True)])
+def test_experts_that_vllm_would_read_the_other_way_round_beside_adapters_are_refused(
+    tmp_path: Path, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch, shape: list[int], is_refused: bool
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)  # torchvision
+    vision = {"patch_size": 14, "spatial_merge_size": 2}
+    text = {"model_type": "qwen3_vl_moe_text", "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    tree = {"model_type": "qwen3_vl_moe", "text_config": text, "vision_config": vision, "image_token_id": 7}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    save_file({name: np.zeros(shape, np.float32)}, tmp_path / "model.safetensors")
+    given: dict[str, Any] = {
+        "model": {"path": tmp_path},
+        "rollout": {"devices": [[1]]},
+        "actor": {"lora": {"rank": 4}, "devices": [0]},
+    }
+    with pytest.raises(ConfigError, match="holds its experts as trans") if is_refused else nullcontext():
+        check_engine(make_settings(**given))
+    given["weights"] = {"merge_adapters": True}
+    check_engine(make_settings(**given))
