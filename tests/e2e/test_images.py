@@ -22,12 +22,15 @@ from tests.integration.agent_pictures import FIRST, OTHER, SECOND, pictures
 from tests.pictures import picture
 from tests.ports import free_port
 from tests.tiny_models import VisionFamily, write_vision
+from tests.vision_rig import write_published
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "colored_squares"
 MAX_GAP = 1e-3
 """Nats, in float32: a token's logprob by vLLM and by the trainer, which see the same pixels, differ by 1e-5. Another
 image, or none, is tenths and more.
 """
+MEAN_GAP = 0.05
+"""Nats of a token on average, in bfloat16: the two differ by .02, and another image is .15 and more."""
 
 COUNTS = """
 def seen(item):
@@ -74,9 +77,11 @@ def test_a_model_that_sees_selects_an_order_of_what_it_sees(tmp_path: Path, fami
     assert (tmp_path / "trained" / "preprocessor_config.json").is_file()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5"])
 def test_sampler_actor_critic_and_reference_see_the_same(tmp_path: Path, family: VisionFamily) -> None:
-    write_vision(tmp_path / "model", family)
+    """Recurrent layers vLLM computes on CPUs in bfloat16 alone; their model is as it is published."""
+    path, is_exact = write_vision(tmp_path / "saved", family), family != "qwen3_5"
+    model = path if is_exact else write_published(path, tmp_path / "model")
     rng = random.Random(0)
     with (tmp_path / "train.jsonl").open("w") as file:
         for number in range(48):
@@ -89,7 +94,7 @@ def test_sampler_actor_critic_and_reference_see_the_same(tmp_path: Path, family:
     tree: dict[str, Any] = {
         "recipe": "ppo",
         "run": {"name": "images", "dir": "run", "num_steps": 3},
-        "model": {"path": "model", "dtype": "float32"},
+        "model": {"path": model.name, "dtype": "float32" if is_exact else "bfloat16"},
         "data": {"train": "train.jsonl", "images_field": "images", "max_prompt_tokens": 200},
         "sampling": {"num_responses": 4, "max_tokens": 24},
         "algorithm": {"groups_per_batch": 8, "num_minibatches": 2, "max_staleness": 1},
@@ -104,7 +109,8 @@ def test_sampler_actor_critic_and_reference_see_the_same(tmp_path: Path, family:
     assert all(norm > 0 for norm in metrics(tmp_path / "run", "actor/grad_norm"))
     # of the tokens of the actor's very version, which the first step's all are
     assert metrics(tmp_path / "run", "actor/mismatch_tokens")[0] > 0
-    assert max(metrics(tmp_path / "run", "actor/mismatch_max")) < MAX_GAP
+    gaps = metrics(tmp_path / "run", "actor/mismatch_max" if is_exact else "actor/mismatch_mean")
+    assert max(gaps) < (MAX_GAP if is_exact else MEAN_GAP)
     # and the reference is the policy that the first step sampled from
     assert abs(metrics(tmp_path / "run", "reward/kl")[0]) < MAX_GAP
 

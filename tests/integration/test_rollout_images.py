@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from rolecall.columns import IMAGES
+from rolecall.data.adapters import with_modules
 from rolecall.data.images.files import open_image
 from rolecall.data.images.tokens import read_visual_tokens
-from rolecall.settings import LoraSection
+from rolecall.settings import ALL_LINEAR, LoraSection
 from rolecall.trajectory import SAMPLED_COLUMNS, rows_of
 from rolecall.v1 import rollout_pb2, trajectory_pb2, weights_pb2
 from rolecall.wire import Array, decode_tensor
@@ -227,13 +228,18 @@ def test_groups_kept_over_a_publish_see_their_images_by_the_weights_that_they_go
     assert num_mixed > 0, "no response was under way over the publish"
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_adapters_of_the_language_model_answer_what_the_base_s_tower_sees(family: VisionFamily, tmp_path: Path) -> None:
-    lora, generator = LoraSection(rank=4, alpha=12.0), torch.Generator().manual_seed(0)
     path = write_vision(tmp_path / "model", family)
-    sections: dict[str, Any] = {"data": {"images_field": "images"}, "actor": {"lora": lora.model_dump()}}
+    lora, generator = LoraSection(rank=4, alpha=12.0, target_modules=ALL_LINEAR), torch.Generator().manual_seed(0)
+    lora = with_modules(lora, path)
+    sections: dict[str, Any] = {
+        "data": {"images_field": "images"},
+        "actor": {"lora": lora.model_dump()},
+        "model": {"dtype": dtype_of(family)},
+    }
     with rollout_process(tmp_path, path, auto_class=AutoModelForImageTextToText, **sections) as running:
-        seen, adapters = Seen(running, [path, path], "float32"), []
+        seen, adapters = Seen(running, [path, path], dtype_of(family)), []
         for name, module in seen.models[1].named_modules():
             if "language_model.layers" in name and name.rpartition(".")[2] in lora.target_modules:
                 down = torch.randn(lora.rank, module.in_features, generator=generator) * 0.2

@@ -392,7 +392,9 @@ def values_of(engine: FsdpEngine, path: Path, rows: list[Row]) -> torch.Tensor:
     return outputs.values_N
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen2_5_vl", False), ("qwen3_vl", False), ("qwen3_vl", True)])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("qwen2_5_vl", False), ("qwen3_vl", False), ("qwen3_vl", True), ("qwen3_5_moe", True)]
+)
 def test_a_critic_reads_images_and_its_head_learns(tmp_path: Path, family: VisionFamily, tied: bool) -> None:
     path = write_vision(tmp_path / "model", family, tied=tied)
     rows: list[Row] = [
