@@ -17,6 +17,7 @@ from rolecall.training.model.router_replay import decode_routing
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.packing.pack import local_counts
 from tests.checkpoint_rig import exported, save
+from tests.integration.fsdp_oracle import assert_same_weights
 from tests.integration.fsdp_ranks import make_engine
 from tests.integration.vision_ranks import SECTION
 from tests.tiny_models import VisionFamily, write_vision
@@ -83,7 +84,7 @@ def test_routers_stay_as_they_are_where_they_are_asked_to(path: Path) -> None:
 
 def test_adapters_of_experts_merge_into_the_directorys_own_layout(path: Path, tmp_path: Path) -> None:
     section = LoraSection(rank=4, alpha=12.0, target_modules=("q_proj",), experts=True)
-    engine, rows = make_engine(path, optimizer=SECTION, lora=section), make_rows()
+    engine, rows = make_engine(path, optimizer=SECTION, lora=section, merges_adapters=True), make_rows()
     before = outputs_of(engine, packed(path, rows)).logprobs_N
     for _ in range(2):
         engine.forward_backward([packed(path, rows, ("loss_mask",))], SftObjective(local_counts(rows)))
@@ -92,6 +93,7 @@ def test_adapters_of_experts_merge_into_the_directorys_own_layout(path: Path, tm
     whole = exported(tmp_path / "checkpoint")
     found, own = (load_file(each / "model.safetensors") for each in (whole, path))
     assert {name: each.shape for name, each in found.items()} == {name: each.shape for name, each in own.items()}
+    assert_same_weights(dict(engine.named_weights()), found, atol=0)
     assert all(torch.equal(found[name], own[name]) != (".experts." in name or "q_proj" in name) for name in own)
     after = outputs_of(engine, packed(path, rows)).logprobs_N
     torch.testing.assert_close(after, outputs_of(make_engine(whole), packed(whole, rows)).logprobs_N, rtol=0, atol=1e-5)
