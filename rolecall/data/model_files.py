@@ -29,6 +29,9 @@ _RECURRENT = ("qwen3_next", *QWEN3_5_TEXT)
 """Values of model_type of models with recurrent layers."""
 ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
 """Kinds of layers that keep no state, in a configuration's layer_types."""
+_SCORE_CAP = "attn_logit_softcapping"
+_CAPS_SCORES = ("gemma2",)
+"""Values of model_type whose attention caps its scores in transformers and in vLLM alike."""
 _WITH_IMAGES: tuple[str, ...] = ()
 """Values of model_type whose language model can be saved, and trained, alone."""
 _DEQUANTIZED = (
@@ -216,12 +219,12 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
             f"{where} is of model_type {kind!r}, which keeps a state from token to token, and packed sequences would "
             "hand it on to each other; use a model with attention, or with gated delta rules, in every layer"
         )
-    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if text.get(cap):
-            raise ConfigError(
-                f"{where} caps its logits softly ({cap} {text[cap]} of config.json), which neither attention nor "
-                "logprobs support here; use a model without it, as Gemma 3"
-            )
+    _check_caps(text, where)
+    if text.get("use_bidirectional_attention") in (True, "all"):
+        raise ConfigError(
+            f"{where} has tokens see what comes behind them (use_bidirectional_attention of config.json), which a "
+            "language model must not; use a causal language model"
+        )
     check_rope(text, where)
     heads, keys = (text.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
@@ -239,6 +242,21 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
         raise ConfigError(
             f"{where}: config.json has hidden_size {hidden}, not a multiple of num_attention_heads {heads}, and no "
             "head_dim; correct it"
+        )
+
+
+def _check_caps(text: dict[str, Any], where: str) -> None:
+    """ConfigError when a soft cap of the model `where` is none, or is not applied by all that compute it."""
+    for name in (_SCORE_CAP, "final_logit_softcapping"):
+        cap = text.get(name)
+        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or cap <= 0):
+            raise ConfigError(
+                f"{where}: {name} {cap!r} of config.json is no soft cap; write a number above 0, or null for none"
+            )
+    if text.get(_SCORE_CAP) is not None and text.get("model_type") not in _CAPS_SCORES:
+        raise ConfigError(
+            f"{where} caps the scores of attention softly ({_SCORE_CAP} {text[_SCORE_CAP]} of config.json), which is "
+            f"supported of model_type {' and '.join(_CAPS_SCORES)} alone; use another model"
         )
 
 

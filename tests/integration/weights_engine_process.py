@@ -51,6 +51,7 @@ from rolecall.weights.fingerprint import fingerprint
 from rolecall.weights.manifest import build_manifest
 from rolecall.weights.publisher import Publisher
 from rolecall.weights.transferred import Transferred
+from tests.tiny_gemma import write_gemma2, write_gemma4
 from tests.tiny_models import (
     write_glm4_moe,
     write_gpt_oss,
@@ -259,6 +260,10 @@ def write_model(kind: str, path: Path, seed: int) -> Path:
         return write(path, vocab=VOCAB, hidden=128, seed=seed)
     if kind == "sinks":
         return write_gpt_oss(path, vocab=VOCAB, seed=seed)
+    if kind in ("gemma4", "gemma4 mixture"):
+        return write_gemma4(path, vocab=VOCAB, seed=seed, mixture=kind == "gemma4 mixture")
+    if kind == "gemma2":
+        return write_gemma2(path, vocab=VOCAB, seed=seed)
     return write_qwen3(path, tied=kind == "tied", vocab=VOCAB, hidden=128, kv_heads=4, seed=seed)
 
 
@@ -348,6 +353,15 @@ async def whole_and_delta(bench: Bench) -> None:
     await bench.publish("delta", ALMOST)
 
 
+async def three_versions(bench: Bench) -> None:
+    """Two models, and what changed since the second."""
+    await bench.publish("first", 0)
+    await bench.publish("second", 1)
+    await bench.open()
+    await bench.publish("whole", 0)
+    await bench.publish("delta", ALMOST)
+
+
 async def sinks(bench: Bench) -> None:
     """A mixture of fused experts with biases, whose heads have sinks: as experts, whole and as what changed."""
     await bench.publish("first", 0)
@@ -407,6 +421,9 @@ SCENARIOS: dict[str, tuple[Callable[[Bench], Awaitable[None]], str, int, dict[st
     "sinks": (sinks, "sinks", 20_000, {}),
     "balanced": (balanced, "balanced", 20_000, {}),
     **{kind: (whole_and_delta, kind, 20_000, {}) for kind in ("short_rope", "long_rope", "stablelm", "nemotron")},
+    "gemma4": (three_versions, "gemma4", 20_000, {}),
+    "gemma4 mixture": (three_versions, "gemma4 mixture", 20_000, {}),
+    "gemma2": (three_versions, "gemma2", 20_000, {}),
     "worker": (workers, "dense", 30_000, {"tensor_parallel_size": 1}),
     "workers": (workers, "dense", 30_000, {"tensor_parallel_size": 2}),
     "sink_workers": (workers, "sinks", 20_000, {"tensor_parallel_size": 2}),

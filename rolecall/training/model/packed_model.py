@@ -7,7 +7,7 @@ Shapes: N tokens of one microbatch; M its scored tokens; H hidden size; V vocabu
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -100,6 +100,8 @@ class PolicyModel(PackedModel):
     """Whether the output layer's products are kept in float32 where the model computes in half precision."""
     logit_scale = 1.0
     """The constant that the model multiplies its logits by."""
+    logit_cap: float | None = None
+    """The soft cap of what its output layer gives, before that constant; None: there is none."""
 
     def forward(
         self,
@@ -126,6 +128,7 @@ class PolicyModel(PackedModel):
             entropy,
             targets_Nk,
             wanted,
+            cap=self.logit_cap,
             float32_logits=self.float32_logits,
         )
 
@@ -176,12 +179,13 @@ def token_outputs(
     targets_Nk: torch.Tensor | None,
     wanted: Wanted | None,
     *,
+    cap: float | None = None,
     float32_logits: bool,
 ) -> tuple[torch.Tensor, ...]:
     """(logprobs_N, entropy_N), float32, 0 where not scored: token t is scored from the hidden state at t - 1.
 
     `hidden_nH` are a backbone's, of what `packed` has it compute; `weight_VH` is the output layer's, or with `vocab`
-    this rank's rows of it. With `targets_Nk` (ids) their logprobs follow, [N, k]. With `wanted`, which has no graph,
+    this rank's rows of it; `cap` is the soft cap of what it gives. With `targets_Nk` (ids) their logprobs follow, [N, k]. With `wanted`, which has no graph,
     [N, 2 k + 1]: ids, which float32 holds exactly up to 2^24, their logprobs, and the sum of squared probabilities.
     """
     run = _run(packed, token_ids_N.shape[0])
@@ -191,9 +195,10 @@ def token_outputs(
     if packed.prefixes is not None:
         hidden_nH = packed.prefixes.spread(hidden_nH)
     before_MH = hidden_nH.index_select(0, scored_M - 1 - run.start)
-    token_ids_M, temperature_M, wide = token_ids_N[scored_M], temperature_N[scored_M], float32_logits
+    token_ids_M, temperature_M = token_ids_N[scored_M], temperature_N[scored_M]
+    how: Any = {"vocab": vocab, "cap": cap, "float32_logits": float32_logits}
     if wanted is not None:
-        found = distribution(before_MH, weight_VH, token_ids_M, temperature_M, wanted, vocab=vocab, float32_logits=wide)
+        found = distribution(before_MH, weight_VH, token_ids_M, temperature_M, wanted, **how)
         more_MC = torch.cat(
             [found.top_ids_Mk.to(torch.float32), found.top_logprobs_Mk, found.sum_squared_probs_M[:, None]], 1
         )
@@ -201,14 +206,13 @@ def token_outputs(
     elif targets_Nk is not None:
         targets_MK = torch.cat([token_ids_M[:, None], targets_Nk[scored_M].long()], 1)
         logprobs_MK, entropy_M = logprobs_and_entropy(
-            before_MH, weight_VH, targets_MK, temperature_M, entropy=entropy, vocab=vocab, float32_logits=wide
+            before_MH, weight_VH, targets_MK, temperature_M, entropy=entropy, **how
         )
         outputs = [logprobs_MK[:, 0], entropy_M, logprobs_MK[:, 1:]]
     else:
-        asked = logprobs_and_entropy(
-            before_MH, weight_VH, token_ids_M, temperature_M, entropy=entropy, vocab=vocab, float32_logits=wide
+        outputs = list(
+            logprobs_and_entropy(before_MH, weight_VH, token_ids_M, temperature_M, entropy=entropy, **how)
         )
-        outputs = list(asked)
     num_tokens = token_ids_N.shape[0]
     whole = [
         output_M.new_zeros(num_tokens, *output_M.shape[1:]).index_copy(0, scored_M, output_M) for output_M in outputs
@@ -276,11 +280,11 @@ def build_model(path: Path, head: Head, dtype: torch.dtype, max_sequence_tokens:
             f"{path} holds {', '.join(named)}, which is not the causal language model {type(hf).__name__}; use a "
             "model with a language head"
         )
-    logit_scale = check_head(hf)
+    logit_scale, logit_cap = check_head(hf)
     if head == "policy":
         hf.tie_weights()
         policy = PolicyModel(hf)
-        policy.logit_scale = logit_scale
+        policy.logit_scale, policy.logit_cap = logit_scale, logit_cap
         return policy
     with torch.device("meta"):
         replaced_head = _replace_head(hf, config)

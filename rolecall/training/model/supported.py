@@ -34,9 +34,12 @@ _PLAIN = frozenset(
         "_to_copy",
     }
 )
-"""What stands between a plain model's last hidden states and its logits: one product, and other views of the same
-numbers.
+"""What stands between a plain model's last hidden states and its logits: products with matrices, and other views of the
+same numbers.
 """
+_PRODUCT = "mm"
+_CAP = "tanh"
+"""What may stand there once, behind the product."""
 _SCALING = {"mul": 1, "mul_": 1, "div": -1, "div_": -1}
 """What may stand there, too, with a constant: the power of it that becomes a factor of the logits."""
 
@@ -56,9 +59,9 @@ def without_dropout(config: PretrainedConfig) -> None:
                 setattr(part, name, None)
 
 
-def check_head(hf: PreTrainedModel) -> float:
-    """Returns the constant that `hf` multiplies its logits by, 1 in most models. ConfigError when they are more than
-    that, its last hidden states and the weight of its output layer. `hf` is on the meta device.
+def check_head(hf: PreTrainedModel) -> tuple[float, float | None]:
+    """(scale, cap) of the logits that `hf`, on the meta device, makes of its output layer's products x: scale * x, and
+    with a cap scale * cap * tanh(x / cap). ConfigError when it does something else.
     """
     head, name = hf.get_output_embeddings(), type(hf).__name__
     if not isinstance(head, nn.Linear):
@@ -69,13 +72,14 @@ def check_head(hf: PreTrainedModel) -> float:
             f"{name} has a bias in its output layer, which logprobs do not support; use a model without one"
         )
     recorder = _recorded(hf, head.in_features)
-    extra = sorted(recorder.names - _PLAIN)
+    extra = sorted(set(recorder.names) - _PLAIN)
     if extra:
         raise ConfigError(
-            f"{name} does more to its logits than its output layer and a constant factor ({', '.join(extra)}: "
-            "soft-capping, say), which logprobs do not support; use a model without it"
+            f"{name} does more to its logits than its output layer, a constant factor and a soft cap "
+            f"({', '.join(extra)}), which logprobs do not support; use a model without it"
         )
-    return recorder.factor
+    scale = recorder.inner * recorder.outer
+    return scale, 1 / recorder.inner if recorder.is_capped else None
 
 
 def check_stateless(hf: PreTrainedModel) -> None:
@@ -103,19 +107,29 @@ class _Hidden:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Notes operations: products with constants in `factor`, the others' names."""
+    """Notes operations: the products with constants, of what goes into a soft cap and of what comes out of it, and the
+    others' names.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names: set[str] = set()
-        self.factor = 1.0
+        self.names: list[str] = []
+        self.inner = self.outer = 1.0
+        self.is_capped = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in _SCALING and isinstance(args[1], int | float):
-            self.factor *= args[1] ** _SCALING[name]
+            factor = args[1] ** _SCALING[name]
+            if self.is_capped:
+                self.outer *= factor
+            else:
+                self.inner *= factor
+        elif name == _CAP and _PRODUCT in self.names and not self.is_capped:
+            self.is_capped = True
         else:
-            self.names.add(name)
+            # a product of capped numbers is another function
+            self.names.append(f"{name} after {_CAP}" if self.is_capped and name == _PRODUCT else name)
         return func(*args, **(kwargs or {}))
 
 

@@ -8,7 +8,8 @@ each block's logits again. As many as fit are kept since the forward pass in the
 nobody needs before; the others are computed again, as are all float32 logits of half-precision inputs, for which that
 memory is too narrow. On GPUs a kernel takes each block in one pass (softmax_kernels.py). It owns the arithmetic that
 must agree with the sampler's: log_softmax(logits / temperature), the softmax in float32, and logits in the inputs'
-dtype or in float32, as the sampler has them. Nothing here knows packing or models.
+dtype or in float32, as the sampler has them. A soft cap c makes c tanh(x / c) of each product x before the temperature,
+in the products' dtype as the sampler does. Nothing here knows packing or models.
 
 The sum over the vocabulary is the online softmax of Milakov and Gimelshein (arXiv 1805.02867).
 
@@ -65,6 +66,7 @@ def logprobs_and_entropy(
     *,
     entropy: bool = True,
     vocab: VocabShard | None = None,
+    cap: float | None = None,
     float32_logits: bool = False,
     block_elements: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,12 +76,13 @@ def logprobs_and_entropy(
     Targets are int64, [M] or several of each token, [M, K]; logprobs have their shape. Entropy is zeros, and costs
     nothing, unless asked for. Double precision inputs are computed in double. With `vocab` the outputs and the gradient
     of hidden_MH are those of the whole vocabulary, equal on its ranks, weight_VH and its gradient this rank's; forward
-    and backward are then collectives. `float32_logits`: products of half-precision inputs are not rounded to it;
-    gradients are. `block_elements` absent: as suits the device.
+    and backward are then collectives. `cap`: the soft cap of the products; None: they have none. `float32_logits`:
+    products of half-precision inputs are not rounded to it; gradients are. `block_elements` absent: as suits the
+    device.
     """
     keeps = torch.is_grad_enabled() and weight_VH.requires_grad
     size = block_elements or _block_elements(hidden_MH, in_kernels=_in_kernels(hidden_MH))
-    cut = _cut(hidden_MH, vocab, size, float32_logits, keeps=keeps)
+    cut = _cut(hidden_MH, vocab, size, cap, float32_logits, keeps=keeps)
     targets_MK = targets if targets.ndim == 2 else targets[:, None]
     outputs: tuple[torch.Tensor, torch.Tensor]
     outputs = _BlockedLogprobs.apply(hidden_MH, weight_VH, targets_MK, temperature_M, entropy, vocab, cut)  # type: ignore[no-untyped-call]
@@ -121,6 +124,7 @@ def distribution(
     wanted: Wanted,
     *,
     vocab: VocabShard | None = None,
+    cap: float | None = None,
     float32_logits: bool = False,
     block_elements: int | None = None,
 ) -> Distribution:
@@ -129,7 +133,8 @@ def distribution(
     """
     softmax = _Ranking(temperature_M[:, None].to(torch.promote_types(hidden_MH.dtype, torch.float32)), wanted)
     size = block_elements or _block_elements(hidden_MH, in_kernels=False)
-    for block in _cut(hidden_MH, vocab, size, float32_logits, keeps=False).blocks(weight_VH, targets_M[:, None], None):
+    cut = _cut(hidden_MH, vocab, size, cap, float32_logits, keeps=False)
+    for block in cut.blocks(weight_VH, targets_M[:, None], None):
         softmax.add(block.logits(hidden_MH), block, entropy=False)
     if vocab:
         softmax.reduce(vocab.group)
@@ -154,11 +159,17 @@ def _block_elements(hidden_MH: torch.Tensor, *, in_kernels: bool) -> int:
 
 
 def _cut(
-    hidden_MH: torch.Tensor, vocab: VocabShard | None, block_elements: int, float32_logits: bool, *, keeps: bool
+    hidden_MH: torch.Tensor,
+    vocab: VocabShard | None,
+    block_elements: int,
+    cap: float | None,
+    float32_logits: bool,
+    *,
+    keeps: bool,
 ) -> "_Cut":
     widens = float32_logits and hidden_MH.dtype in (torch.float16, torch.bfloat16)
     start = vocab.start if vocab else 0
-    return _Cut(start=start, block_elements=block_elements, keeps=keeps and not widens, widens=widens)
+    return _Cut(start=start, block_elements=block_elements, keeps=keeps and not widens, widens=widens, cap=cap)
 
 
 @dataclass(frozen=True)
@@ -174,6 +185,8 @@ class _Block:
     """Where the block's logits stay between forward and backward; None: nowhere."""
     widens: bool
     """Whether logits are float32 though their factors are not."""
+    cap: float | None
+    """The soft cap of its logits; None: they have none."""
 
     def columns(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The targets' columns here, int64 [M, K], 0 where the target is in another block; whether it is in this one,
@@ -184,7 +197,7 @@ class _Block:
         return torch.where(inside_MK, column_MK, 0), inside_MK
 
     def logits(self, hidden_MH: torch.Tensor) -> torch.Tensor:
-        """[M, B], kept if there is room."""
+        """[M, B], without their cap, kept if there is room."""
         if self.widens:
             return float32_product(hidden_MH, self.weight_BH.T)
         return (
@@ -192,6 +205,10 @@ class _Block:
             if self.kept_MB is None
             else torch.mm(hidden_MH, self.weight_BH.T, out=self.kept_MB)
         )
+
+    def capped(self, logits_MB: torch.Tensor) -> torch.Tensor:
+        """`logits_MB` with their cap; the same tensor where they have none."""
+        return logits_MB if self.cap is None else (logits_MB / self.cap).tanh_().mul_(self.cap)
 
 
 @dataclass(frozen=True)
@@ -205,6 +222,8 @@ class _Cut:
     """Whether logits are kept in the memory of the weight's gradient, which a backward pass will want."""
     widens: bool
     """Whether each block is widened, as in _Block."""
+    cap: float | None
+    """The soft cap of its logits; None: they have none."""
 
     def blocks(
         self, weight_VH: torch.Tensor, targets_MK: torch.Tensor, kept_VH: torch.Tensor | None
@@ -225,7 +244,7 @@ class _Cut:
                 kept_VH.view(-1)[first:last].view(num_tokens, end - start) if kept_VH is not None and fits else None
             )
             rows, first_id = slice(start, end), self.start + start
-            yield _Block(rows, weight_VH[rows], first_id, targets_MK, kept_MB, self.widens)
+            yield _Block(rows, weight_VH[rows], first_id, targets_MK, kept_MB, self.widens, self.cap)
 
 
 class _Softmax:
@@ -244,7 +263,7 @@ class _Softmax:
 
     def add(self, logits_MB: torch.Tensor, block: _Block, *, entropy: bool) -> None:
         """Takes in a block."""
-        self._take(logits_MB / self._temperature_M1, block, entropy)
+        self._take(block.capped(logits_MB) / self._temperature_M1, block, entropy)
 
     def _take(self, z_MB: torch.Tensor, block: _Block, entropy: bool) -> torch.Tensor:
         """Overwrites z_MB; returns its exp(z - max)."""
@@ -286,7 +305,9 @@ class _KernelSoftmax(_Softmax):
         )
 
         sums = self.max_M1, self.sum_M1, self.weighted_M1, self.target_MK
-        add_block(logits_MB, block.targets_MK, block.first_id, self._temperature_M1, *sums, entropy=entropy)
+        add_block(
+            logits_MB, block.targets_MK, block.first_id, self._temperature_M1, *sums, cap=block.cap, entropy=entropy
+        )
 
 
 class _Ranking(_Softmax):
@@ -421,10 +442,11 @@ class _Above:
 
 def _gradient(logits_MB: torch.Tensor, block: _Block, above: _Above, dtype: torch.dtype) -> torch.Tensor:
     """`dtype` [M, B]. For z = logits / temperature and p = softmax(z): d logp(target) / dz = onehot - p, d entropy / dz
-    = -p (log p + entropy).
+    = -p (log p + entropy). For y = c tanh(x / c), the soft cap: dy / dx = 1 - (y / c)^2.
     """
     total_M1 = above.grad_logprobs_MK.sum(1, keepdim=True)
-    log_p_MB = (logits_MB / above.temperature_M1).sub_(above.log_norm_M1)
+    capped_MB = block.capped(logits_MB)
+    log_p_MB = (capped_MB / above.temperature_M1).sub_(above.log_norm_M1)
     if above.grad_entropy_M1 is not None:
         p_MB = log_p_MB.exp()
         grad_MB = log_p_MB.add_(above.entropy_M1).mul_(-above.grad_entropy_M1).sub_(total_M1).mul_(p_MB)
@@ -432,6 +454,8 @@ def _gradient(logits_MB: torch.Tensor, block: _Block, above: _Above, dtype: torc
         grad_MB = log_p_MB.exp_().mul_(-total_M1)
     column_MK, inside_MK = block.columns()
     grad_MB.scatter_add_(1, column_MK, torch.where(inside_MK, above.grad_logprobs_MK, 0.0))
+    if block.cap is not None:
+        grad_MB.mul_((capped_MB.to(grad_MB.dtype) / block.cap).square_().neg_().add_(1.0))
     return grad_MB.to(dtype)
 
 
@@ -448,5 +472,6 @@ def _kernel_gradient(logits_MB: torch.Tensor, block: _Block, above: _Above, dtyp
         above.entropy_M1,
         above.grad_logprobs_MK,
         above.grad_entropy_M1,
+        block.cap,
         dtype,
     )

@@ -1,8 +1,9 @@
 """Kernels that take a block of logits into a softmax over the vocabulary, and write its gradient, in one pass each.
 
 In Triton, for GPUs: written out in operators of torch the same arithmetic reads and writes every logit a dozen times,
-which takes longer than the products around it. All arithmetic is float32, whatever the logits are. What the
-numbers mean, and the same on other devices, is in logprobs.py.
+which takes longer than the products around it. All arithmetic is float32, whatever the logits are; a soft cap of theirs
+is rounded to their dtype after each of its steps, as samplers do. What the numbers mean, and the same on other devices,
+is in logprobs.py.
 
 Shapes: M scored tokens; K targets of each; B vocabulary of the block.
 """
@@ -29,10 +30,12 @@ def add_block(
     weighted_M1: torch.Tensor,
     target_MK: torch.Tensor,
     *,
+    cap: float | None,
     entropy: bool,
 ) -> None:
     """Takes a block (its rows contiguous) into the running sums, float32 [M, 1], and the targets' z, float32 [M, K], in
-    place. `first_id`: the token id of the block's first column. Without `entropy` weighted_M1 stays as it is.
+    place. `first_id`: the token id of the block's first column. `cap`: the logits' soft cap; None: they have none.
+    Without `entropy` weighted_M1 stays as it is.
     """
     (num_tokens, size), num_targets = logits_MB.shape, targets_MK.shape[1]
     if not num_tokens:
@@ -49,6 +52,8 @@ def add_block(
         first_id,
         size,
         num_targets,
+        1.0 if cap is None else cap,
+        CAPPED=cap is not None,
         ENTROPY=entropy,
         CHUNK=_chunk(size),
         TARGETS=triton.next_power_of_2(num_targets),
@@ -65,10 +70,11 @@ def gradient(
     entropy_M1: torch.Tensor,
     grad_logprobs_MK: torch.Tensor,
     grad_entropy_M1: torch.Tensor | None,
+    cap: float | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The gradient of a block's logits before they were divided by the temperature, by which the gradients from above
-    (float32) are divided already: `dtype` [M, B].
+    """The gradient of a block's logits before they were capped, and divided by the temperature, by which the gradients
+    from above (float32) are divided already: `dtype` [M, B].
     """
     (num_tokens, size), num_targets = logits_MB.shape, targets_MK.shape[1]
     grad_MB = torch.empty(logits_MB.shape, dtype=dtype, device=logits_MB.device)
@@ -88,6 +94,8 @@ def gradient(
         first_id,
         size,
         num_targets,
+        1.0 if cap is None else cap,
+        CAPPED=cap is not None,
         ENTROPY=grad_entropy_M1 is not None,
         CHUNK=chunk,
         num_warps=_WARPS,
@@ -97,6 +105,16 @@ def gradient(
 
 def _chunk(size: int) -> int:
     return min(_CHUNK, int(triton.next_power_of_2(size)))
+
+
+@triton.jit
+def _capped(logits, cap, dtype: tl.constexpr):
+    """cap tanh(logits / cap), float32 as `logits` are, each step rounded to `dtype`."""
+    inner = (logits * (1.0 / cap)).to(dtype).to(tl.float32)
+    below = tl.exp(-2.0 * tl.abs(inner))  # at most 1: nothing overflows
+    size = (1.0 - below) / (1.0 + below)
+    tanh = tl.where(inner < 0.0, -size, size).to(dtype).to(tl.float32)
+    return (tanh * cap).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -112,6 +130,8 @@ def _add_block(
     first_id,
     size,
     num_targets,
+    cap,
+    CAPPED: tl.constexpr,
     ENTROPY: tl.constexpr,
     CHUNK: tl.constexpr,
     TARGETS: tl.constexpr,
@@ -124,7 +144,10 @@ def _add_block(
     for start in range(0, size, CHUNK):
         columns = start + tl.arange(0, CHUNK)
         inside = columns < size
-        z = tl.load(row + columns, mask=inside, other=float("-inf")).to(tl.float32) * inverse
+        z = tl.load(row + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        if CAPPED:  # which would make a finite number of what is outside
+            z = tl.where(inside, _capped(z, cap, logits.dtype.element_ty), float("-inf"))
+        z *= inverse
         higher = tl.maximum(highest, tl.max(z, 0))
         lower = highest - higher
         scale = tl.exp(lower)
@@ -143,8 +166,10 @@ def _add_block(
     exists = numbers < num_targets
     at = tl.load(targets + places, mask=exists, other=-1) - first_id
     here = exists & (at >= 0) & (at < size)
-    target_z = tl.load(row + at, mask=here, other=0.0).to(tl.float32) * inverse
-    tl.store(target_zs + places, target_z, mask=here)
+    target_z = tl.load(row + at, mask=here, other=0.0).to(tl.float32)
+    if CAPPED:
+        target_z = _capped(target_z, cap, logits.dtype.element_ty)
+    tl.store(target_zs + places, target_z * inverse, mask=here)
 
 
 @triton.jit
@@ -161,6 +186,8 @@ def _gradient(
     first_id,
     size,
     num_targets,
+    cap,
+    CAPPED: tl.constexpr,
     ENTROPY: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -170,8 +197,10 @@ def _gradient(
     columns = start + offsets
     inside = columns < size
     inverse = 1.0 / tl.load(temperatures + token)
-    z = tl.load(logits + token * stride + columns, mask=inside, other=0.0).to(tl.float32) * inverse
-    log_p = z - tl.load(log_norms + token)
+    logit = tl.load(logits + token * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if CAPPED:
+        logit = _capped(logit, cap, logits.dtype.element_ty)
+    log_p = logit * inverse - tl.load(log_norms + token)
     total = 0.0
     of_targets = tl.zeros([CHUNK], dtype=tl.float32)
     for number in range(num_targets):
@@ -184,4 +213,7 @@ def _gradient(
     if ENTROPY:
         factor = factor - (log_p + tl.load(entropies + token)) * tl.load(above_entropies + token)
     gradient = tl.exp(log_p) * factor + of_targets
+    if CAPPED:
+        share = logit / cap
+        gradient *= 1.0 - share * share
     tl.store(gradients + token * size + columns, gradient.to(gradients.dtype.element_ty), mask=inside)

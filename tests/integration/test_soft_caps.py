@@ -1,0 +1,79 @@
+"""Models with soft caps, Gemma 4 with all that its layers share, against plain Hugging Face with AdamW, one sequence at
+a time, on rows longer than their windows.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rolecall.training.engine import TokenOutputs
+from rolecall.training.packing.pack import pack, unpack
+from tests.checkpoint_rig import exported, load
+from tests.integration.fsdp_oracle import (
+    CPU,
+    assert_same_weights,
+    make_engine,
+    oracle_model,
+    oracle_outputs,
+    oracle_training,
+)
+from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
+from tests.integration.test_fsdp_engine import run_ranks
+from tests.tiny_gemma import write_gemma4
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+WRITERS = {"gemma4": write_gemma4, "mixture": partial(write_gemma4, mixture=True)}
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of the models."""
+    return WRITERS[request.param](tmp_path_factory.mktemp(request.param))
+
+
+def test_logprobs_and_entropy_are_those_of_hugging_face(model: Path) -> None:
+    rows = make_rows(9)
+    packed = pack(rows, [], temperature=0.7, device=CPU)
+    (outputs,) = make_engine(model, optimizer=None).forward([packed], entropy=True)
+    assert isinstance(outputs, TokenOutputs)
+    theirs = oracle_model(model)
+    ours = zip(unpack(outputs.logprobs_N, packed.lengths), unpack(outputs.entropy_N, packed.lengths), strict=True)
+    with torch.no_grad():
+        for (logprobs, entropy), row in zip(ours, rows, strict=True):
+            expected_logprobs, expected_entropy = oracle_outputs(theirs, row, 0.7)
+            np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)
+            np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5)
+
+
+def test_one_rank_trains_as_hugging_face_does_and_gives_back_its_own_files(model: Path, tmp_path: Path) -> None:
+    rows = make_rows(10)
+    engine = make_engine(model)
+    assert_same_weights(weights_of(engine), load_file(model / "model.safetensors"), atol=0)
+    outcomes = [train_step(engine, rows, token_budget=64, seed=step) for step in range(4)]
+    losses, norms, theirs = oracle_training(model, rows, 4)
+    np.testing.assert_allclose([o["loss"] for o in outcomes], losses, rtol=1e-5)
+    np.testing.assert_allclose([o["grad_norm"] for o in outcomes], norms, rtol=1e-4)
+    theirs.save_pretrained(tmp_path)
+    assert_same_weights(weights_of(engine), load_file(tmp_path / "model.safetensors"), atol=2e-4)
+
+
+@pytest.mark.thorough("test_one_rank_trains_as_hugging_face_does_and_gives_back_its_own_files")
+def test_two_ranks_that_recompute_layers_train_so_and_their_checkpoint_goes_on_at_one(
+    model: Path, tmp_path: Path
+) -> None:
+    rows = make_rows(10)
+    outcomes = run_ranks(2, model, tmp_path / "two", gradient_checkpointing=True)
+    losses, norms, _ = oracle_training(model, rows, 4)
+    np.testing.assert_allclose([o["loss"] for o in outcomes], losses, rtol=1e-5)
+    np.testing.assert_allclose([o["grad_norm"] for o in outcomes], norms, rtol=1e-4)
+    engine = make_engine(model)
+    load(engine, tmp_path / "two" / "checkpoint")
+    saved = load_file(exported(tmp_path / "two" / "checkpoint") / "model.safetensors")
+    assert_same_weights(weights_of(engine), saved, atol=0)
+    later = [train_step(engine, rows, token_budget=40, seed=step) for step in (2, 3)]
+    np.testing.assert_allclose([o["loss"] for o in later], losses[2:], rtol=1e-5)
