@@ -23,11 +23,11 @@ from tests.integration.fsdp_oracle import (
 )
 from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
 from tests.integration.test_fsdp_engine import run_ranks
-from tests.tiny_gemma import write_gemma4
+from tests.tiny_gemma import write_gemma2, write_gemma4
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-WRITERS = {"gemma4": write_gemma4, "mixture": partial(write_gemma4, mixture=True)}
+WRITERS = {"gemma4": write_gemma4, "mixture": partial(write_gemma4, mixture=True), "gemma2": write_gemma2}
 
 
 @pytest.fixture(scope="module", params=WRITERS)

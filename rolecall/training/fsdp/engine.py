@@ -390,7 +390,7 @@ class FsdpEngine:
             prefixes,
             self.flops.head_size,
             plain=plain,
-            recurrent=self._model.is_recurrent,
+            takes_buckets=self._model.takes_buckets,
         )
 
     def _count(self, microbatch: Microbatch, num_saved: int) -> None:

@@ -27,7 +27,7 @@ from rolecall.data.images.tokens import FAMILIES
 from rolecall.data.model_files import check_trainable
 from rolecall.errors import ConfigError
 from rolecall.training.model.attention.handed_on import hand_on_plans
-from rolecall.training.model.attention.packed import NAME, PackedPlan, TracedAttention
+from rolecall.training.model.attention.packed import NAME, WITH_CAPS, PackedPlan, TracedAttention
 from rolecall.training.model.logits.logprobs import VocabShard, Wanted, distribution, logprobs_and_entropy
 from rolecall.training.model.long_rope import choose_factors
 from rolecall.training.model.recurrent import keep_apart
@@ -55,8 +55,11 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf = hf
         hand_on_plans(hf)
-        self.is_recurrent = keep_apart(hf)
-        """Whether layers hand a state from token to token, and so need a plan for it."""
+        is_recurrent = keep_apart(hf)
+        self.takes_buckets = is_recurrent or any(type(module).__name__ in WITH_CAPS for module in hf.modules())
+        """Whether layers compute in the buckets of a plan whatever kernels attention has: such as hand a state from
+        token to token, or may cap their scores.
+        """
         self.vision = VisionTower(hf) if hf.config.model_type in FAMILIES else None
         """The tower that reads images; None: a model of text."""
         self.replaced_head = ""

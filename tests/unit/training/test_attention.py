@@ -17,6 +17,7 @@ from rolecall.training.model.attention.packed import (
     packed_attention,
     plan_attention,
 )
+from rolecall.training.model.attention.soft_caps import attend_with_cap
 from rolecall.training.ranks.device import attends_packed, groups_heads
 
 
@@ -61,11 +62,13 @@ def eager(
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
 
 
-def packed(qkv: list[torch.Tensor], lengths: list[int], *, plain: bool = False, **more: Any) -> torch.Tensor:
+def packed(
+    qkv: list[torch.Tensor], lengths: list[int], *, plain: bool = False, module: torch.nn.Module = MODULE, **more: Any
+) -> torch.Tensor:
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     query, key, value = qkv
     plan = plan_attention(lengths, cu_seqlens, torch.float32, plain=plain)
-    return packed_attention(MODULE, query, key, value, None, packed=plan, **more)[0]
+    return packed_attention(module, query, key, value, None, packed=plan, **more)[0]
 
 
 @settings(deadline=None, max_examples=40)
@@ -198,10 +201,70 @@ def test_half_precision_with_sinks_stays_as_close_as_without() -> None:
         assert with_sinks < 2 * without
 
 
+class Gemma2Attention(torch.nn.Module):
+    """A layer by its name, which says that its cap is known."""
+
+
+def capped_oracle(qkv: list[torch.Tensor], starts: list[int], window: int | None, cap: float) -> torch.Tensor:
+    """Every sequence by itself, its whole matrix of scores, by autograd."""
+    outputs = []
+    for start, end in pairwise(starts):
+        q, k, v = (x[:, :, start:end] for x in qkv)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None]
+        scores = cap * torch.tanh(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 / cap)
+        allowed = (distance >= 0) & (distance < (window or end))
+        outputs.append((scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v).transpose(1, 2))
+    return torch.cat(outputs, dim=1)
+
+
+def same_with_gradients(ours: torch.Tensor, theirs: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    mixture = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
+    for mine, reference in zip(
+        torch.autograd.grad((ours * mixture).sum(), inputs),
+        torch.autograd.grad((theirs * mixture).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.sampled_from([None, 1, 3, 16]))
+def test_scores_with_a_soft_cap_agree_with_one_sequence_at_a_time(lengths: list[int], window: int | None) -> None:
+    qkv, starts = random_qkv(sum(lengths)), [0, *np.cumsum(lengths)]
+    ours = packed(qkv, lengths, module=Gemma2Attention(), sliding_window=window, softcap=0.7)
+    same_with_gradients(ours, capped_oracle(qkv, starts, window, 0.7), qkv)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 12])
+@pytest.mark.parametrize("max_scores", [1, 100, 500])
+def test_a_soft_cap_means_the_same_however_few_queries_are_taken_at_a_time(window: int | None, max_scores: int) -> None:
+    qkv = random_qkv(12, heads=2)
+    ours = attend_with_cap(*qkv, None, window, 0.7, max_scores=max_scores).transpose(1, 2)
+    same_with_gradients(ours, capped_oracle(qkv, [0, 12], window, 0.7), qkv)
+
+
 @pytest.mark.parametrize("extra", [{"dropout": 0.1}, {"softcap": 30.0}])
 def test_what_packed_attention_does_not_have_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         packed(random_qkv(3), [3], **extra)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 7])
+def test_scores_with_a_soft_cap_on_a_gpu_agree_with_one_sequence_at_a_time(window: int | None) -> None:
+    lengths = [3, 40, 17]
+    given = [x.detach() for x in random_qkv(60, size=64)]
+    ours = [x.cuda().to(torch.bfloat16) for x in given]
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
+    plan = plan_attention(lengths, cu_seqlens, torch.bfloat16, takes_buckets=True)
+    query, key, value = ours
+    out, _ = packed_attention(
+        Gemma2Attention(), query, key, value, None, packed=plan, sliding_window=window, softcap=0.7
+    )
+    wanted = capped_oracle([x.to(torch.bfloat16).float() for x in given], [0, *np.cumsum(lengths)], window, 0.7)
+    torch.testing.assert_close(out.cpu().float(), wanted, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu

@@ -31,22 +31,31 @@ def several_targets(targets: torch.Tensor, vocab: int = 11) -> torch.Tensor:
 
 
 def oracle(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: torch.Tensor,
+    cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = (hidden @ weight.T).float() / temperature[:, None]
-    log_p = logits.log_softmax(-1)
+    logits = hidden @ weight.T
+    if cap is not None:
+        logits = torch.tanh(logits / cap) * cap
+    log_p = (logits.float() / temperature[:, None]).log_softmax(-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("num_tokens", [1, 3, 7])
 @pytest.mark.parametrize("block_elements", [1, 21, 35, 1000])
-def test_any_blocks_agree_with_the_whole_logits_forward_and_backward(block_elements: int, num_tokens: int) -> None:
+def test_any_blocks_agree_with_the_whole_logits_forward_and_backward(
+    block_elements: int, num_tokens: int, cap: float | None
+) -> None:
     """Tokens fewer and more than the hidden size: all, some and none of the logits are kept in the memory of the
     weight's gradient.
     """
     hidden, weight, targets, temperature = inputs(torch.float32, num_tokens)
-    ours = logprobs_and_entropy(hidden, weight, targets, temperature, block_elements=block_elements)
-    theirs = oracle(hidden, weight, targets, temperature)
+    ours = logprobs_and_entropy(hidden, weight, targets, temperature, cap=cap, block_elements=block_elements)
+    theirs = oracle(hidden, weight, targets, temperature, cap)
     mixture = torch.linspace(-1, 1, num_tokens)
     for mine, reference in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-5)
@@ -70,13 +79,14 @@ def test_a_loss_may_read_one_of_the_two_outputs(read: int) -> None:
         torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("entropy", [True, False])
-def test_the_hand_written_backward_passes_gradcheck(entropy: bool) -> None:
+def test_the_hand_written_backward_passes_gradcheck(entropy: bool, cap: float | None) -> None:
     hidden, weight, targets, temperature = inputs(torch.float64)
 
     def outputs(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logprobs, entropies = logprobs_and_entropy(
-            h, w, targets, temperature.double(), entropy=entropy, block_elements=28
+            h, w, targets, temperature.double(), entropy=entropy, cap=cap, block_elements=28
         )
         return (logprobs, entropies) if entropy else (logprobs,)
 
@@ -105,13 +115,14 @@ def test_rows_of_logits_are_aligned_whatever_the_number_of_tokens() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cap", [None, 6.0])
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("num_targets", [1, 3])
 @pytest.mark.parametrize(
     ("dtype", "float32_logits"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
 def test_kernels_compute_what_the_operators_do(
-    dtype: torch.dtype, float32_logits: bool, num_targets: int, entropy: bool
+    dtype: torch.dtype, float32_logits: bool, num_targets: int, entropy: bool, cap: float | None
 ) -> None:
     """Blocks of more columns than a program holds, of fewer, and of all; the operators on the CPU."""
     hidden, weight, targets, temperature = inputs(dtype, num_tokens=37, hidden=64, vocab=9001)
@@ -127,6 +138,7 @@ def test_kernels_compute_what_the_operators_do(
             targets.to(device),
             temperature.to(device),
             entropy=entropy,
+            cap=cap,
             float32_logits=float32_logits,
             block_elements=block_elements,
         )
@@ -142,10 +154,12 @@ def test_kernels_compute_what_the_operators_do(
             assert float(gap) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
-def test_bfloat16_computes_its_softmax_in_float32() -> None:
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_bfloat16_computes_its_softmax_in_float32(cap: float | None) -> None:
+    """And a soft cap step by step in bfloat16, as samplers do."""
     hidden, weight, targets, temperature = inputs(torch.bfloat16)
-    ours = logprobs_and_entropy(hidden, weight, targets, temperature)
-    theirs = oracle(hidden, weight, targets, temperature)
+    ours = logprobs_and_entropy(hidden, weight, targets, temperature, cap=cap)
+    theirs = oracle(hidden, weight, targets, temperature, cap)
     assert ours[0].dtype == torch.float32
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
     (gradient,) = torch.autograd.grad(ours[0].sum(), weight)
@@ -219,8 +233,10 @@ def test_extreme_logits_and_a_block_that_holds_almost_nothing_stay_finite() -> N
 
 
 @pytest.mark.parametrize("cuts", [(0, 11), (0, 6, 11), (0, 6, 11, 11), (0, 1, 2, 10, 11)])
-@pytest.mark.parametrize("entropy", [True, False])
-def test_ranks_that_share_the_vocabulary_agree_with_one_that_has_it_all(cuts: tuple[int, ...], entropy: bool) -> None:
+@pytest.mark.parametrize(("entropy", "cap"), [(True, None), (False, None), (True, 1.5)])
+def test_ranks_that_share_the_vocabulary_agree_with_one_that_has_it_all(
+    cuts: tuple[int, ...], entropy: bool, cap: float | None
+) -> None:
     """Each rank is a thread with a Gloo group of its own; parts are uneven, one may be empty."""
     hidden, weight, targets, temperature = inputs(torch.float64)
     mixture = torch.linspace(-1, 1, 7, dtype=torch.float64)
@@ -228,7 +244,9 @@ def test_ranks_that_share_the_vocabulary_agree_with_one_that_has_it_all(cuts: tu
 
     def run(weight_VH: torch.Tensor, vocab: VocabShard | None) -> list[torch.Tensor]:
         h, w = hidden.detach().clone().requires_grad_(), weight_VH.detach().clone().requires_grad_()
-        outputs = logprobs_and_entropy(h, w, targets, temperature, entropy=entropy, vocab=vocab, block_elements=21)
+        outputs = logprobs_and_entropy(
+            h, w, targets, temperature, entropy=entropy, vocab=vocab, cap=cap, block_elements=21
+        )
         gradients = torch.autograd.grad((outputs[0] * mixture + outputs[1] * mixture.flip(0)).sum(), (h, w))
         return [*(output.detach() for output in outputs), *gradients]
 
@@ -275,11 +293,15 @@ def test_the_backward_of_several_targets_passes_gradcheck(entropy: bool) -> None
 
 @pytest.mark.parametrize("block_elements", [1, 21, 35, 1000])
 @pytest.mark.parametrize("num_ids", [None, 6])
-def test_the_ranking_and_the_squares_are_those_of_the_whole_softmax(block_elements: int, num_ids: int | None) -> None:
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_the_ranking_and_the_squares_are_those_of_the_whole_softmax(
+    block_elements: int, num_ids: int | None, cap: float | None
+) -> None:
     hidden, weight, targets, temperature = inputs(torch.float64)
     wanted = Wanted(top_k=4, num_ids=num_ids, squares=True)
-    ours = distribution(hidden, weight, targets, temperature.double(), wanted, block_elements=block_elements)
-    log_p = (hidden @ weight.T / temperature.double()[:, None]).log_softmax(-1).detach()
+    ours = distribution(hidden, weight, targets, temperature.double(), wanted, cap=cap, block_elements=block_elements)
+    logits = hidden @ weight.T if cap is None else cap * torch.tanh(hidden @ weight.T / cap)
+    log_p = (logits / temperature.double()[:, None]).log_softmax(-1).detach()
     top = log_p[:, :num_ids].topk(4, 1)
     assert torch.equal(ours.top_ids_Mk, top.indices)
     torch.testing.assert_close(ours.top_logprobs_Mk, top.values, rtol=1e-12, atol=1e-12)

@@ -80,14 +80,14 @@ def sequences() -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sequence_of_a_pack_is_computed_as_if_it_were_alone(tmp_path: Path, kind: str, shared: bool) -> None:
     model, plain = built(tmp_path, kind)
-    assert model.is_recurrent
+    assert model.takes_buckets
     assert [name for name, _ in model.hf.named_parameters()] == [name for name, _ in plain.named_parameters()]
     each = sequences()
     lengths = [len(ids) for ids in each]
     prefixes = find_prefixes([ids.numpy() for ids in each], torch.device("cpu")) if shared else None
     assert (prefixes is not None) == shared
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    plan = plan_attention(lengths, cu_seqlens, torch.float32, None, prefixes, recurrent=True)
+    plan = plan_attention(lengths, cu_seqlens, torch.float32, None, prefixes, takes_buckets=True)
     packed_NH = model.hidden_NH(torch.cat(each), torch.cat([torch.arange(n) for n in lengths]), plan)
     if prefixes is not None:
         packed_NH = prefixes.spread(packed_NH)
@@ -171,7 +171,7 @@ def test_flash_attention_beside_recurrent_layers_agrees_with_float32(tmp_path: P
     positions = torch.cat([torch.arange(n, device=cuda) for n in lengths])
 
     def hidden(dtype: torch.dtype, *, flash: bool) -> torch.Tensor:
-        plan = plan_attention(lengths, cu_seqlens, dtype, None, prefixes, recurrent=True)
+        plan = plan_attention(lengths, cu_seqlens, dtype, None, prefixes, takes_buckets=True)
         assert plan.flash == (dtype == torch.bfloat16)
         with torch.no_grad():
             return model.to(dtype).hidden_NH(torch.cat(each), positions, replace(plan, flash=flash)).float()

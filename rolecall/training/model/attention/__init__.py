@@ -1,1 +1,1 @@
-"""Attention over packed sequences, and what attention sinks add to it."""
+"""Attention over packed sequences, and what attention sinks and soft caps add to it."""

@@ -10,10 +10,11 @@ What the kernels of a device take is given to them: flash attention one head siz
 keys' and values' (latent attention) is padded with zeros; SDPA's kernels without an L x L matrix on GPUs as many key
 heads as query heads.
 
-Where heads have sinks the same kernels compute (sinks.py).
+Where heads have sinks the same kernels compute (sinks.py); where scores have a soft cap, none does (soft_caps.py), and
+the buckets are used on every device.
 
-Models must run with use_cache=False and get the plan as the keyword `packed`. Left out: attention dropout and logit
-soft-capping; models that need them are refused.
+Models must run with use_cache=False and get the plan as the keyword `packed`. Left out: attention dropout; models that
+need it are refused.
 
 Shapes: N tokens of the pack; S sequences; b sequences of a bucket, L its longest; H query heads, K key heads, D head
 size, E of values.
@@ -36,6 +37,7 @@ from rolecall.training.model.attention.sinks import (
     memory_efficient_kernel,
     packed_kernel,
 )
+from rolecall.training.model.attention.soft_caps import attend_with_cap
 from rolecall.training.model.prefixes import SharedPrefixes
 from rolecall.training.model.router_replay import Routes
 from rolecall.training.model.sequence_parallel import SequenceShare
@@ -46,6 +48,8 @@ NAME = "rolecall_packed"
 
 WITH_SINKS = ("GptOssAttention",)
 """Names of layers whose sinks are known to arrive in rollouts (weights/reload.py)."""
+WITH_CAPS = ("Gemma2Attention",)
+"""Names of layers whose scores rollouts are known to cap as well."""
 PADDING_RATIO = 1.25
 """A bucket ends where padding every sequence to its longest would cost more than this over the bucket's own tokens."""
 
@@ -72,7 +76,7 @@ class PackedPlan:
     cu_seqlens: torch.Tensor
     max_length: int
     buckets: tuple[Bucket, ...]
-    """Empty where the flash path is used and no layer is recurrent."""
+    """Empty where the flash path is used and no layer takes buckets."""
     num_tokens: int
     flash: bool
     """Whether attention takes the flash path; else the buckets."""
@@ -130,18 +134,18 @@ def plan_attention(
     head_size: int = 0,
     *,
     plain: bool = False,
-    recurrent: bool = False,
+    takes_buckets: bool = False,
     causal: bool = True,
 ) -> PackedPlan:
     """The plan for sequences of these lengths (at least one) on cu_seqlens' device, computing in `dtype`, heads at most
-    `head_size` wide; `recurrent`: of a model with layers that take buckets. Not `causal`: only sequences of one length
-    share a bucket.
+    `head_size` wide; `takes_buckets`: of a model with layers that do. Not `causal`: only sequences of one length share a
+    bucket.
 
     `plain` is for short sequences only: it makes the whole matrix of scores.
     """
     flash = attends_packed(cu_seqlens.device, dtype, head_size) and not plain
     ratio = PADDING_RATIO if causal else 1.0
-    buckets = () if flash and not recurrent else _buckets(lengths, cu_seqlens.device, ratio)
+    buckets = () if flash and not takes_buckets else _buckets(lengths, cu_seqlens.device, ratio)
     return PackedPlan(cu_seqlens, max(lengths), buckets, sum(lengths), flash, sequence, prefixes, plain, causal)
 
 
@@ -194,10 +198,14 @@ def packed_attention(
             f"{type(module).__name__} is not told how sequences are packed: its model does not hand on what it does "
             "not know; use another model"
         )
-    if attention_mask is not None or dropout or softcap is not None:
+    if attention_mask is not None or dropout:
         raise ConfigError(
-            f"{type(module).__name__} needs an attention mask, dropout or soft-capping, which packed attention does "
-            "not have"
+            f"{type(module).__name__} needs an attention mask or dropout, which packed attention does not have"
+        )
+    if softcap is not None and type(module).__name__ not in WITH_CAPS:
+        raise ConfigError(
+            f"{type(module).__name__} caps the scores of attention softly, which rollouts do of Gemma 2 alone; use "
+            "another model"
         )
     if s_aux is not None and type(module).__name__ not in WITH_SINKS:
         raise ConfigError(
@@ -211,7 +219,7 @@ def packed_attention(
         s_aux = None if s_aux is None else packed.sequence.of_heads(s_aux)
     if packed.prefixes is not None:
         query_NHD, key_NKD, value_NKE = (packed.prefixes.spread(x) for x in (query_NHD, key_NKD, value_NKE))
-    out_NHE = attend_packed(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window, s_aux)
+    out_NHE = attend_packed(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window, s_aux, softcap)
     if packed.prefixes is not None:
         out_NHE = out_NHE.index_select(0, packed.prefixes.first_C)
     if packed.sequence is not None:
@@ -227,8 +235,13 @@ def attend_packed(
     scaling: float | None,
     sliding_window: int | None = None,
     sinks_H: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
-    """[N, H, E]: each sequence of `packed` attends to itself, whole."""
+    """[N, H, E]: each sequence of `packed` attends to itself, whole. `cap`: the soft cap of its scores, with which it
+    is causal and has no sinks.
+    """
+    if cap is not None:
+        return _capped_attention(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window, cap)
     attend = _flash if packed.flash else _padded_attention
     return attend(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window, sinks_H)
 
@@ -289,6 +302,24 @@ def _padded_attention(
         return out.transpose(1, 2)
 
     return in_buckets(packed, (query_NHD, key_NKD, value_NKE), attend)
+
+
+def _capped_attention(
+    query_NHD: torch.Tensor,
+    key_NKD: torch.Tensor,
+    value_NKE: torch.Tensor,
+    packed: PackedPlan,
+    scaling: float | None,
+    sliding_window: int | None,
+    cap: float,
+) -> torch.Tensor:
+    key_NHD, value_NHE = _repeated(key_NKD, query_NHD.shape[1]), _repeated(value_NKE, query_NHD.shape[1])
+
+    def attend(*qkv_bLHD: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in qkv_bLHD)
+        return attend_with_cap(q, k, v, scaling, sliding_window, cap).transpose(1, 2)
+
+    return in_buckets(packed, (query_NHD, key_NHD, value_NHE), attend)
 
 
 def _plain(
