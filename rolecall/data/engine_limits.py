@@ -20,6 +20,7 @@ from rolecall.data.model_files import (
     model_shapes,
     tensor_names,
     text_config,
+    values_of_layers,
 )
 from rolecall.data.rope import kind_of_rope, rope_parameters
 from rolecall.data.shift_plan import check_cpu_sleep
@@ -60,6 +61,8 @@ def check_engine(settings: RunSettings) -> None:
     _check_images(settings.model.path)
     _check_gpt_oss(settings.model.path, "model.path")
     _check_stablelm(settings.model.path, "model.path")
+    if settings.published_adapters is not None:
+        _check_adapters(settings.model.path)
     if settings.rollout.devices:
         _check_gpus(settings)
     else:
@@ -101,12 +104,13 @@ def _check_stages(path: Path, num_stages: int) -> None:
 def _check_split(path: Path, num_workers: int, setting: str = "rollout") -> None:
     """ConfigError when vLLM cannot split the attention of the model at `path` over `num_workers` of `setting`."""
     text = text_config(path)
-    heads, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    heads, of_layers = text.get("num_attention_heads"), sorted(values_of_layers(text, "num_key_value_heads"))
     uneven = isinstance(heads, int) and heads % num_workers
-    if uneven or (isinstance(keys, int) and keys % num_workers and num_workers % max(keys, 1)):
+    if uneven or any(keys % num_workers and num_workers % max(keys, 1) for keys in of_layers):
         raise ConfigError(
             f"{setting}.tensor_parallel_size {num_workers}: the model at {path} has num_attention_heads {heads} and "
-            f"num_key_value_heads {keys}; choose a divisor of the first that divides the second or is a multiple of it"
+            f"num_key_value_heads {' and '.join(map(str, of_layers)) or None}; choose a divisor of the first that "
+            "divides the second or is a multiple of it"
         )
 
 
@@ -213,9 +217,9 @@ def _check_cpu_attention(
             f"{setting}.engine.block_size {block_size} is no multiple of {CPU_BLOCK_TOKENS}, which vLLM's attention "
             "needs on CPUs; give one, or remove it"
         )
-    if head_dim not in CPU_HEAD_DIMS:
+    for size in sorted({head_dim, *values_of_layers(text_config(path), "head_dim")} - set(CPU_HEAD_DIMS)):
         raise ConfigError(
-            f"{model} {path}: head_dim {head_dim} is not one that vLLM's attention takes on CPUs "
+            f"{model} {path}: head_dim {size} is not one that vLLM's attention takes on CPUs "
             f"({', '.join(map(str, CPU_HEAD_DIMS))}); "
             f"use another model, or give {setting}.devices"
         )
@@ -246,6 +250,17 @@ def _check_cpu_recurrence(path: Path, dtype: str, caches_prefixes: JsonValue) ->
             f"model.path {path}: vLLM's code for {text['model_type']} imports torchvision, which is not installed; "
             "install the build for CPUs that fits torch (--index-url https://download.pytorch.org/whl/cpu), or give "
             "rollout.devices"
+        )
+
+
+def _check_adapters(path: Path) -> None:
+    """ConfigError when vLLM would serve adapters of the model at `path` wrongly: where a matrix gives keys and values
+    of a Gemma 4, its adapter would change the keys alone.
+    """
+    if text_config(path).get("attention_k_eq_v"):
+        raise ConfigError(
+            f"model.path {path} has values that are keys (attention_k_eq_v of config.json), of which vLLM would adapt "
+            "the keys alone; set weights.merge_adapters"
         )
 
 

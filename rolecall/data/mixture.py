@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rolecall.data.model_files import NUM_EXPERTS, num_experts, text_config
+from rolecall.data.model_files import NUM_CHOSEN, NUM_EXPERTS, num_chosen, num_experts, text_config
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import ActorSection
 from rolecall.wire import Array
@@ -52,12 +52,12 @@ class Mixture:
 def read_mixture(path: Path) -> Mixture:
     """The mixture in the model directory `path`. ConfigError when config.json describes none."""
     text = text_config(path)
-    counts = [text.get("num_hidden_layers"), num_experts(text)]
-    numbers = [each for each in (*counts, text.get("num_experts_per_tok")) if isinstance(each, int) and each > 0]
+    counts = [text.get("num_hidden_layers"), num_experts(text), num_chosen(text)]
+    numbers = [each for each in counts if isinstance(each, int) and each > 0]
     if len(numbers) < 3:
         raise ConfigError(
             f"actor.router_replay: model.path {path} is no mixture of experts (its config.json lacks one of "
-            f"num_hidden_layers, num_experts_per_tok and {' or '.join(NUM_EXPERTS)}); leave it off"
+            f"num_hidden_layers, {' or '.join(NUM_CHOSEN)} and {' or '.join(NUM_EXPERTS)}); leave it off"
         )
     return Mixture(*numbers)
 

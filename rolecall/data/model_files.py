@@ -32,8 +32,10 @@ ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"
 _SCORE_CAP = "attn_logit_softcapping"
 _CAPS_SCORES = ("gemma2",)
 """Values of model_type whose attention caps its scores in transformers and in vLLM alike."""
-_WITH_IMAGES: tuple[str, ...] = ()
-"""Values of model_type whose language model can be saved, and trained, alone."""
+_SAVED_ALONE = {"gemma3": "Gemma3ForCausalLM", "gemma4": "Gemma4ForCausalLM"}
+"""Values of model_type whose language model can be saved, and trained, alone, and the class of transformers that does."""
+_RENAMED = r'key_mapping={r"^(model\.language_model|language_model\.model)\.": "model."}'
+"""What from_pretrained must be given to find the weights of such a model, without which it makes new ones up."""
 _DEQUANTIZED = (
     "make a copy in bfloat16, which transformers does: AutoModelForCausalLM.from_pretrained(..., "
     'quantization_config=Mxfp4Config(dequantize=True), dtype="bfloat16").save_pretrained(..., '
@@ -42,6 +44,8 @@ _DEQUANTIZED = (
 """Remedy for gpt-oss as its publisher gives it. Without save_original_format=False the copy would lack its experts."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which architectures keep the number of experts of a layer."""
+NUM_CHOSEN = ("num_experts_per_tok", "top_k_experts")
+"""Names under which they keep how many of them a token is sent to."""
 EXPERTS = ".experts."
 """Part of the name of every tensor of a mixture's experts."""
 IN_BLOCK = re.compile(r"\.(\d+)\.")
@@ -191,11 +195,16 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
         )
     if config.get("is_encoder_decoder"):
         raise ConfigError(f"{where} is an encoder-decoder model; use a causal language model")
-    if kind in _WITH_IMAGES:
+    if kind in _SAVED_ALONE:
         raise ConfigError(
             f"{where} is a model of text and images; train its language model alone, which transformers saves: "
-            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., save_original_format=False), with the "
+            f"{_SAVED_ALONE[kind]}.from_pretrained(..., {_RENAMED}).save_pretrained(..., save_original_format=False), with the "
             "tokenizer beside it"
+        )
+    if kind == "gemma3n_text":
+        raise ConfigError(
+            f"{where} is a Gemma 3n, of which transformers cannot compute what its files lack apart from its weights; "
+            "use Gemma 3 or Gemma 4"
         )
     if config.get("vision_config") and kind not in FAMILIES:
         raise ConfigError(
@@ -293,6 +302,11 @@ def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.pa
         raise ConfigError(
             f"{setting} {path} is a gpt-oss, whose matrices transformers has no plan to cut: set parallel.tensor to 1"
         )
+    if text.get("model_type") == "gemma4_text" and tensor > 1:
+        raise ConfigError(
+            f"{setting} {path} is a Gemma 4, whose matrices ranks do not share: set parallel.tensor to 1, and raise "
+            "num_ranks or parallel.sequence"
+        )
     if has_recurrent_layers(text) and (tensor > 1 or sequence > 1):
         raise ConfigError(
             f"{setting} {path} has recurrent layers, which ranks do not share: set parallel.tensor and "
@@ -317,7 +331,7 @@ def check_parallel(path: Path, parallel: LayoutSection, setting: str = "model.pa
     if "num_attention_heads" not in counts:
         return
     heads = counts["num_attention_heads"] // tensor
-    keys = counts.get("num_key_value_heads", counts["num_attention_heads"]) // tensor
+    keys = min(values_of_layers(text, "num_key_value_heads") or {counts["num_attention_heads"]}) // tensor
     after = f" (num_attention_heads and num_key_value_heads over parallel.tensor {tensor})" if tensor > 1 else ""
     if heads % sequence or (keys % sequence and sequence % keys):
         raise ConfigError(
@@ -337,6 +351,21 @@ def num_experts(text: dict[str, Any]) -> int:
     return next((text[name] for name in NUM_EXPERTS if isinstance(text.get(name), int)), 0)
 
 
+def num_chosen(text: dict[str, Any]) -> int:
+    """The experts of a layer that a token is sent to, by a model's configuration; 0 in a dense model."""
+    return next((text[name] for name in NUM_CHOSEN if isinstance(text.get(name), int)), 0)
+
+
+def values_of_layers(text: dict[str, Any], name: str) -> set[int]:
+    """The values of the setting `name`, a whole number, in all layers of a model by its configuration; empty where it
+    does not say. Gemma 4's layers differ: with what transformers calls per_layer_config, its publisher global_`name`.
+    """
+    overrides = text.get("per_layer_config") or {}
+    of_layers = [layer.get(name) for layer in overrides.values() if isinstance(layer, dict)]
+    published = text.get("global_head_dim" if name == "head_dim" else f"num_global_{name.removeprefix('num_')}")
+    return {value for value in (text.get(name), published, *of_layers) if isinstance(value, int)}
+
+
 def has_recurrent_layers(text: dict[str, Any]) -> bool:
     """Whether a model has layers with a state (gated delta rule), by its configuration."""
     return text.get("model_type") in _RECURRENT
@@ -350,10 +379,10 @@ def text_config(path: Path, setting: str = "model.path") -> dict[str, Any]:
 def check_routers(path: Path, moe: object, freezes: bool) -> None:
     """ConfigError when actor.moe is set, or model.freeze_routers, and the model is no mixture of experts."""
     asking = [name for name, asks in (("actor.moe", moe), ("model.freeze_routers", freezes)) if asks]
-    if asking and "num_experts_per_tok" not in _text(_json(path / "config.json")):
+    if asking and not num_chosen(_text(_json(path / "config.json"))):
         raise ConfigError(
-            f"{asking[0]}: model.path {path} is no mixture of experts (its config.json has no num_experts_per_tok); "
-            f"remove {asking[0]}"
+            f"{asking[0]}: model.path {path} is no mixture of experts (its config.json has no "
+            f"{' or '.join(NUM_CHOSEN)}); remove {asking[0]}"
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from rolecall.settings import OptimizerSection
+from rolecall.settings import OptimizerSection, ParallelSection
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.model.packed_model import Head
@@ -79,7 +79,7 @@ def train_step(engine: FsdpEngine, rows: list[Row], *, token_budget: int, seed: 
     ]
     metrics = engine.forward_backward(microbatches, SftObjective(local_counts(rows)))
     outcome = engine.step()
-    loss = torch.tensor(metrics.values().get("sft/loss", 0.0))
+    loss = torch.tensor(metrics.values().get("sft/loss", 0.0) * engine.layout.is_slot_leader)
     torch.distributed.all_reduce(loss)
     return {"loss": float(loss), "grad_norm": outcome.grad_norm, "learning_rate": outcome.learning_rate}
 
@@ -102,7 +102,8 @@ def main(job: dict[str, Any], rank: int) -> None:
     """Runs the rank."""
     start_rank(RankSpec(rank, job["world_size"], rank, (), f"file://{job['rendezvous']}", 1, 60.0))
     section, checkpointing = OptimizerSection(**job["optimizer"]), job["gradient_checkpointing"]
-    engine = make_engine(Path(job["model"]), optimizer=section, gradient_checkpointing=checkpointing)
+    parallel = ParallelSection(**job["parallel"])
+    engine = make_engine(Path(job["model"]), optimizer=section, gradient_checkpointing=checkpointing, parallel=parallel)
     rows = make_rows(job["num_rows"])
     outcomes = []
     for step in range(job["num_steps"]):

@@ -109,6 +109,7 @@ def run_ranks(world_size: int, model: Path, out: Path, **more: Any) -> list[dict
         "rendezvous": str(out / "rendezvous"),
         "optimizer": SECTION.model_dump(),
         "gradient_checkpointing": False,
+        "parallel": {},
         "num_rows": 10,
         "num_steps": 4,
         "save_after": 2,

@@ -33,6 +33,7 @@ from rolecall.training.packing.pack import Row, pack
 from rolecall.wire import Array
 from tests.integration.exact_ranks import Answer, Job, Rank, Ranks, combine, living_ranks, write_rows
 from tests.routed import MIXTURE, random_routing, route_by_hand, routed_ids
+from tests.tiny_gemma import gemma4_config
 from tests.tiny_models import write_qwen3, write_qwen3_moe
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("one_rank")]
@@ -170,6 +171,7 @@ SIZES = {
     "initializer_range": 0.2,
 }
 ARCHITECTURES: dict[str, PretrainedConfig] = {
+    "experts beside an MLP": gemma4_config(150, mixture=True),
     "experts beside a dense layer": Qwen3MoeConfig(
         **SIZES, head_dim=8, num_experts=6, moe_intermediate_size=12, mlp_only_layers=[1]
     ),

@@ -2,6 +2,7 @@
 a time, on rows longer than their windows.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from rolecall.training.engine import TokenOutputs
-from rolecall.training.packing.pack import pack, unpack
+from rolecall.training.objective.objectives import SftObjective
+from rolecall.training.packing.pack import local_counts, pack, unpack
 from tests.checkpoint_rig import exported, load
 from tests.integration.fsdp_oracle import (
     CPU,
@@ -27,7 +29,11 @@ from tests.tiny_gemma import write_gemma2, write_gemma4
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-WRITERS = {"gemma4": write_gemma4, "mixture": partial(write_gemma4, mixture=True), "gemma2": write_gemma2}
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "gemma4": write_gemma4,
+    "mixture": partial(write_gemma4, mixture=True),
+    "gemma2": write_gemma2,
+}
 
 
 @pytest.fixture(scope="module", params=WRITERS)
@@ -62,12 +68,27 @@ def test_one_rank_trains_as_hugging_face_does_and_gives_back_its_own_files(model
     assert_same_weights(weights_of(engine), load_file(tmp_path / "model.safetensors"), atol=2e-4)
 
 
+def test_a_beginning_that_rows_share_is_computed_once_and_trains_as_in_each(model: Path) -> None:
+    rows = make_rows(6)
+    beginning = rows[0]["token_ids"][:14]
+    for row in rows[1:4]:
+        length = min(len(row["token_ids"]), len(beginning))
+        row["token_ids"][:length] = beginning[:length]
+    packed = pack(rows, ["loss_mask"], temperature=0.7, device=CPU)
+    assert packed.prefixes is not None
+    engine = make_engine(model)
+    loss = engine.forward_backward([packed], SftObjective(local_counts(rows))).values()["sft/loss"]
+    losses, norms, _ = oracle_training(model, rows, 1)
+    np.testing.assert_allclose([loss, engine.step().grad_norm], [losses[0], norms[0]], rtol=1e-5)
+
+
 @pytest.mark.thorough("test_one_rank_trains_as_hugging_face_does_and_gives_back_its_own_files")
+@pytest.mark.parametrize("parallel", [{}, {"sequence": 2}], ids=["shards", "sequences"])
 def test_two_ranks_that_recompute_layers_train_so_and_their_checkpoint_goes_on_at_one(
-    model: Path, tmp_path: Path
+    model: Path, parallel: dict[str, int], tmp_path: Path
 ) -> None:
     rows = make_rows(10)
-    outcomes = run_ranks(2, model, tmp_path / "two", gradient_checkpointing=True)
+    outcomes = run_ranks(2, model, tmp_path / "two", gradient_checkpointing=True, parallel=parallel)
     losses, norms, _ = oracle_training(model, rows, 4)
     np.testing.assert_allclose([o["loss"] for o in outcomes], losses, rtol=1e-5)
     np.testing.assert_allclose([o["grad_norm"] for o in outcomes], norms, rtol=1e-4)

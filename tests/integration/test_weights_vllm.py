@@ -123,6 +123,14 @@ def test_long_rope_within_and_beyond_its_first_length_and_layer_norms_are_exact_
     assert is_exact(outcomes["delta"]), outcomes["delta"]
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gemma4", "gemma4 mixture"])
+def test_soft_caps_and_what_layers_of_gemma_4_share_are_exact_after_every_publish(kind: str, tmp_path: Path) -> None:
+    outcomes = _play(kind, tmp_path)
+    for name in ("first", "second", "whole", "delta"):
+        assert is_exact(outcomes[name]), (name, outcomes[name])
+    assert outcomes["delta"]["wire_share"] < 0.03
+
+
 @pytest.mark.thorough("test_parameters_that_the_actor_does_not_export_are_caught_by_coverage_and_named")
 def test_missing_sinks_and_biases_of_experts_are_caught_by_coverage_and_named(sinks: Outcomes) -> None:
     assert sinks["not exported"]["error"][0] == "TornWeightsError"

@@ -133,8 +133,20 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
         "weights cannot be trained; make a copy in bfloat16, which transformers does: AutoModelForCausalLM.from_pretra",
     ),
     (
-        edit("config.json", final_logit_softcapping=30.0),
-        " caps its logits softly (final_logit_softcapping 30.0 of config.json), which neither attention nor logprobs",
+        edit("config.json", final_logit_softcapping=0),
+        ": final_logit_softcapping 0 of config.json is no soft cap; write a number above 0, or null for none",
+    ),
+    (
+        edit("config.json", attn_logit_softcapping=50.0),
+        " caps the scores of attention softly (attn_logit_softcapping 50.0 of config.json), which is supported of ",
+    ),
+    (
+        edit("config.json", use_bidirectional_attention="all"),
+        " has tokens see what comes behind them (use_bidirectional_attention of config.json), which a language model",
+    ),
+    (
+        edit("config.json", model_type="gemma4"),
+        r': Gemma4ForCausalLM.from_pretrained(..., key_mapping={r"^(model\.language_model|language_model\.model)\.": ',
     ),
     (
         edit("config.json", rope_parameters={"full_attention": {"rope_type": "longrope"}}),
@@ -318,6 +330,31 @@ def test_the_factors_of_long_rope_are_told_by_the_longest_sequence_of_the_engine
     )
 
 
+GEMMA4 = {"model_type": "gemma4_text", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+
+
+@pytest.mark.parametrize("layers", [{"per_layer_config": {"1": {"head_dim": 48}}}, {"global_head_dim": 48}], ids=str)
+def test_a_head_of_some_layers_that_vllm_refuses_on_cpus_is_named(config: Path, layers: dict[str, Any]) -> None:
+    edit("config.json", **GEMMA4, **layers)(config.parent / "model")
+    assert any("head_dim 48 is not one that vLLM's" in each for each in problems(config, "rollout.num_replicas=1"))
+
+
+def test_ranks_share_sequences_of_a_gemma_4_as_its_fewest_key_heads_allow_and_no_matrices(config: Path) -> None:
+    edit("config.json", **GEMMA4, per_layer_config={"1": {"num_key_value_heads": 1}})(config.parent / "model")
+    assert problems(config, "actor.num_ranks=2", "actor.parallel.sequence=2") == []
+    (told,) = problems(config, "actor.num_ranks=2", "actor.parallel.tensor=2")
+    assert "is a Gemma 4, whose matrices ranks do not share: set parallel.tensor to 1" in told
+
+
+def test_adapters_of_a_gemma_4_whose_values_are_keys_are_published_merged_alone(config: Path) -> None:
+    edit("config.json", **GEMMA4, attention_k_eq_v=True)(config.parent / "model")
+    lora = ("rollout.num_replicas=1", "actor.lora={rank: 4, target_modules: [up_proj]}")
+    said = problems(config, *lora)
+    assert any("has values that are keys (attention_k_eq_v of config.json)" in each for each in said), said
+    merged = problems(config, *lora, "weights.merge_adapters=true")
+    assert not any("attention_k_eq_v" in each for each in merged), merged
+
+
 RECURRENT = {"model_type": "qwen3_next"}
 
 
@@ -413,7 +450,8 @@ def test_what_routers_are_to_do_is_refused_where_there_are_none(config: Path, as
     setting = asked.partition("=")[0].removesuffix(".balance_coef")
     (told,) = problems(config, asked)
     assert told.startswith(f"{setting}: model.path ")
-    assert told.endswith(f"is no mixture of experts (its config.json has no num_experts_per_tok); remove {setting}")
+    lacks = "its config.json has no num_experts_per_tok or top_k_experts"
+    assert told.endswith(f"is no mixture of experts ({lacks}); remove {setting}")
 
 
 def test_the_largest_layer_is_told_where_a_gpu_has_to_hold_it(config: Path, tmp_path: Path) -> None:

@@ -188,8 +188,9 @@ def token_outputs(
     """(logprobs_N, entropy_N), float32, 0 where not scored: token t is scored from the hidden state at t - 1.
 
     `hidden_nH` are a backbone's, of what `packed` has it compute; `weight_VH` is the output layer's, or with `vocab`
-    this rank's rows of it; `cap` is the soft cap of what it gives. With `targets_Nk` (ids) their logprobs follow, [N, k]. With `wanted`, which has no graph,
-    [N, 2 k + 1]: ids, which float32 holds exactly up to 2^24, their logprobs, and the sum of squared probabilities.
+    this rank's rows of it; `cap` is the soft cap of what it gives. With `targets_Nk` (ids) their logprobs follow, [N,
+    k]. With `wanted`, which has no graph, [N, 2 k + 1]: ids, which float32 holds exactly up to 2^24, their logprobs,
+    and the sum of squared probabilities.
     """
     run = _run(packed, token_ids_N.shape[0])
     scored_M = score_mask_N.nonzero().squeeze(1)
@@ -213,9 +214,7 @@ def token_outputs(
         )
         outputs = [logprobs_MK[:, 0], entropy_M, logprobs_MK[:, 1:]]
     else:
-        outputs = list(
-            logprobs_and_entropy(before_MH, weight_VH, token_ids_M, temperature_M, entropy=entropy, **how)
-        )
+        outputs = list(logprobs_and_entropy(before_MH, weight_VH, token_ids_M, temperature_M, entropy=entropy, **how))
     num_tokens = token_ids_N.shape[0]
     whole = [
         output_M.new_zeros(num_tokens, *output_M.shape[1:]).index_copy(0, scored_M, output_M) for output_M in outputs

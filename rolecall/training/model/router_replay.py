@@ -90,12 +90,14 @@ def check_followed(blocks: Iterable[nn.Module], traced: Routes) -> None:
     mixture's.
     """
     with_experts = [
-        index for index, block in enumerate(blocks) if any(".experts." in name for name, _ in block.named_parameters())
+        index
+        for index, block in enumerate(blocks)
+        if any("experts" in name.split(".") for name, _ in block.named_parameters())
     ]
     if sorted(traced.chosen) != with_experts or traced.num_choices != len(with_experts):
         raise ConfigError(
             f"actor.router_replay: {len(with_experts)} layers of the model have experts, and {traced.num_choices} "
-            "choices of config.json's num_experts_per_tok were seen in a pass; this architecture chooses in a way that "
+            "choices of as many as config.json says were seen in a pass; this architecture chooses in a way that "
             "cannot be replayed: leave it off"
         )
 

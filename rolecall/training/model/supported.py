@@ -38,7 +38,7 @@ _PLAIN = frozenset(
 same numbers.
 """
 _PRODUCT = "mm"
-_CAP = "tanh"
+_CAPS = ("tanh", "tanh_")
 """What may stand there once, behind the product."""
 _SCALING = {"mul": 1, "mul_": 1, "div": -1, "div_": -1}
 """What may stand there, too, with a constant: the power of it that becomes a factor of the logits."""
@@ -125,11 +125,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
                 self.outer *= factor
             else:
                 self.inner *= factor
-        elif name == _CAP and _PRODUCT in self.names and not self.is_capped:
+        elif name in _CAPS and _PRODUCT in self.names and not self.is_capped:
             self.is_capped = True
         else:
             # a product of capped numbers is another function
-            self.names.append(f"{name} after {_CAP}" if self.is_capped and name == _PRODUCT else name)
+            self.names.append(f"{name} after tanh" if self.is_capped and name == _PRODUCT else name)
         return func(*args, **(kwargs or {}))
 
 

@@ -241,7 +241,8 @@ def test_scores_with_a_soft_cap_agree_with_one_sequence_at_a_time(lengths: list[
 @pytest.mark.parametrize("max_scores", [1, 100, 500])
 def test_a_soft_cap_means_the_same_however_few_queries_are_taken_at_a_time(window: int | None, max_scores: int) -> None:
     qkv = random_qkv(12, heads=2)
-    ours = attend_with_cap(*qkv, None, window, 0.7, max_scores=max_scores).transpose(1, 2)
+    query, key, value = qkv
+    ours = attend_with_cap(query, key, value, None, window, 0.7, max_scores=max_scores).transpose(1, 2)
     same_with_gradients(ours, capped_oracle(qkv, [0, 12], window, 0.7), qkv)
 
 

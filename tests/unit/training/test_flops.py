@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     FalconH1Config,
+    Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
@@ -37,6 +38,7 @@ from rolecall.training.account.flops import AttentionCost, CostModel, ModelFlops
 from rolecall.training.model.attention.packed import NAME
 from rolecall.training.model.lora import add_adapters, is_adapter, stacked_experts
 from rolecall.training.model.packed_model import Head, PackedModel, PolicyModel, build_model
+from tests.tiny_gemma import gemma4_config
 
 SIZES = {
     "vocab_size": 48,
@@ -72,6 +74,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "experts with biases, heads with sinks": GptOssConfig(
         **SIZES, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4
     ),
+    "keys and values of earlier layers, heads of two sizes": gemma4_config(48),
+    "experts beside an MLP": gemma4_config(48, mixture=True),
+    "capped scores": Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=4),
     "latent attention, routed and shared experts": DeepseekV3Config(
         **SIZES,
         **LATENT,

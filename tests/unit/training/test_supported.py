@@ -3,12 +3,14 @@ dropout.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rolecall.errors import ConfigError
@@ -48,6 +50,7 @@ def test_plain_causal_models_are_taken(tmp_path: Path, kind: str) -> None:
         ("cohere", {"logit_scale": 0.5}, 0.5),
         ("hyperclovax", {"logits_scaling": 3}, 3.0),
         ("minicpm3", {"dim_model_base": 8}, 0.25),
+        ("gemma2", {"final_logit_softcapping": 30.0}, 1.0),
         ("llama", {}, 1.0),
     ],
 )
@@ -70,9 +73,46 @@ def test_biases_that_experts_are_chosen_by_are_no_parameters_and_stay_in_float32
 
 
 @pytest.mark.parametrize(
+    ("kind", "cap"), [("gemma2", 30.0), ("gemma3_text", 20.0), ("gemma4_text", 7.0), ("llama", None)]
+)
+def test_a_soft_cap_of_the_logits_is_found(tmp_path: Path, kind: str, cap: float | None) -> None:
+    model = built(tmp_path, kind, **({"final_logit_softcapping": cap} if cap else {}))
+    assert isinstance(model, PolicyModel)
+    assert model.logit_cap == (pytest.approx(cap) if cap else None)
+
+
+Bend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""What is made of the last hidden states and the output layer's weight."""
+
+
+@pytest.mark.parametrize(
+    ("bend", "found"),
+    [
+        (lambda h, w: 6 * torch.tanh(linear(h, w) * 0.5 / 4), (0.75, 8.0)),
+        (lambda h, w: (linear(h, w) / 3).tanh_().mul_(3).div_(0.5), (2.0, 3.0)),
+        (lambda h, w: linear(torch.tanh(h), w), "tanh"),
+        (lambda h, w: torch.tanh(torch.tanh(linear(h, w))), "tanh"),
+        (lambda h, w: linear(torch.tanh(linear(h, w)), w.t()), "mm after tanh"),
+        (lambda h, w: torch.tanh(linear(h, w)) + 1, "add"),
+        (lambda h, w: torch.sigmoid(linear(h, w)), "sigmoid"),
+    ],
+)
+def test_what_is_done_to_logits_is_taken_exactly_or_refused(bend: Bend, found: tuple[float, float] | str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
+    model.forward = lambda **given: bend(model.model.forward(**given).last_hidden_state, model.lm_head.weight)
+    if isinstance(found, str):
+        with pytest.raises(ConfigError, match=rf"a constant factor and a soft cap \({found}\)"):
+            check_head(model)
+    else:
+        assert check_head(model) == pytest.approx(found)
+
+
+@pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("gemma2", r"caps its logits softly \(attn_logit_softcapping 50.0 of config.json\).* use a model without it"),
+        ("vaultgemma", r"caps the scores of attention softly \(attn_logit_softcapping 50.0 of config.json\)"),
+        ("gemma3n_text", "is a Gemma 3n, of which transformers cannot compute what its files lack"),
         ("phi", "PhiForCausalLM has a bias in its output layer"),
         ("mamba", "is of model_type 'mamba', which keeps a state from token to token"),
         ("falcon", "a falcon model .* cannot be trained packed"),
@@ -110,14 +150,6 @@ def test_a_configuration_of_another_kind_of_model_is_refused_with_the_reason(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=told):
         build_model(tmp_path, "policy", torch.float32)
-
-
-def test_logits_that_are_more_than_a_product_are_found_whatever_the_configuration_says() -> None:
-    config = AutoConfig.for_model("gemma2", **TINY)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConfigError, match=r"Gemma2ForCausalLM does more .* a constant factor \(tanh: soft-capping"):
-        check_head(model)
 
 
 def test_a_model_that_could_keep_a_state_and_has_no_such_layer_is_taken(tmp_path: Path) -> None:

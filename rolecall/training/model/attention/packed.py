@@ -138,8 +138,8 @@ def plan_attention(
     causal: bool = True,
 ) -> PackedPlan:
     """The plan for sequences of these lengths (at least one) on cu_seqlens' device, computing in `dtype`, heads at most
-    `head_size` wide; `takes_buckets`: of a model with layers that do. Not `causal`: only sequences of one length share a
-    bucket.
+    `head_size` wide; `takes_buckets`: of a model with layers that do. Not `causal`: only sequences of one length share
+    a bucket.
 
     `plain` is for short sequences only: it makes the whole matrix of scores.
     """

@@ -35,8 +35,8 @@ def attend_with_cap(
     for start in range(0, length, step):
         end, first = min(start + step, length), max(0, start - window + 1)
         query, key, value = query_bHLD[:, :, start:end], key_bHLD[:, :, first:end], value_bHLE[:, :, first:end]
-        distance_lS = (
-            torch.arange(start, end, device=query.device)[:, None] - torch.arange(first, end, device=query.device)
+        distance_lS = torch.arange(start, end, device=query.device)[:, None] - torch.arange(
+            first, end, device=query.device
         )
         hidden_lS = (distance_lS < 0) | (distance_lS >= window)
         outputs.append(
