@@ -111,7 +111,7 @@ def test_the_stages_of_a_pipeline_are_told(config: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        ({"model_type": "gemma3"}, "no map for a model of type gemma3, only for llama, mistral, qwen2, "),
+        ({"model_type": "gemma3_text"}, "no map for a model of type gemma3_text, only for llama, mistral, qwen2, "),
         ({"rope_parameters": {"rope_type": "proportional"}}, "rotary positions of type proportional"),
         ({"rope_scaling": OTHER_YARN, "partial_rotary_factor": 0.5}, "a part of queries and keys"),
         (MIXTURE | {"model_type": "glm4_moe", "rope_scaling": OTHER_YARN}, "a part of queries and keys"),
@@ -260,13 +260,13 @@ def test_the_other_trainers_models_are_looked_at_too(
     config: Path, role: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = write_light_config(config.parent / "other").parent / "model"
-    described(other.parent / "light.yaml", DENSE | {"model_type": "gemma3"})
+    described(other.parent / "light.yaml", DENSE | {"model_type": "gemma3_text"})
     words = described(config, DENSE)
     more = {
         "critic": [f"--critic.path={other}", "--algorithm.advantage.kind=gae"],
         "references.old": [f"--references.old.path={other}", "--algorithm.kl={reference: old, kl_coef: 0.1}"],
     }
     assert main([*words, *more[role]]) == 2
-    assert f"{role}.path {other}: actor.backend megatron has no map for a model of type gemma3" in (
+    assert f"{role}.path {other}: actor.backend megatron has no map for a model of type gemma3_text" in (
         capsys.readouterr().out
     )
