@@ -360,8 +360,9 @@ def values_of_layers(text: dict[str, Any], name: str) -> set[int]:
     """The values of the setting `name`, a whole number, in all layers of a model by its configuration; empty where it
     does not say. Gemma 4's layers differ: with what transformers calls per_layer_config, its publisher global_`name`.
     """
-    overrides = text.get("per_layer_config") or {}
-    of_layers = [layer.get(name) for layer in overrides.values() if isinstance(layer, dict)]
+    overrides = text.get("per_layer_config")
+    layers = overrides.values() if isinstance(overrides, dict) else ()
+    of_layers = [layer.get(name) for layer in layers if isinstance(layer, dict)]
     published = text.get("global_head_dim" if name == "head_dim" else f"num_global_{name.removeprefix('num_')}")
     return {value for value in (text.get(name), published, *of_layers) if isinstance(value, int)}
 

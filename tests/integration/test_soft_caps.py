@@ -83,6 +83,15 @@ def test_a_beginning_that_rows_share_is_computed_once_and_trains_as_in_each(mode
 
 
 @pytest.mark.thorough("test_one_rank_trains_as_hugging_face_does_and_gives_back_its_own_files")
+def test_ranks_that_share_matrices_and_the_vocabulary_cap_their_parts(tmp_path: Path) -> None:
+    rows, model = make_rows(10), write_gemma2(tmp_path / "model")
+    outcomes = run_ranks(2, model, tmp_path / "two", parallel={"tensor": 2}, save_after=0)
+    losses, norms, _ = oracle_training(model, rows, 4)
+    np.testing.assert_allclose([o["loss"] for o in outcomes], losses, rtol=1e-5)
+    np.testing.assert_allclose([o["grad_norm"] for o in outcomes], norms, rtol=1e-4)
+
+
+@pytest.mark.thorough("test_one_rank_trains_as_hugging_face_does_and_gives_back_its_own_files")
 @pytest.mark.parametrize("parallel", [{}, {"sequence": 2}], ids=["shards", "sequences"])
 def test_two_ranks_that_recompute_layers_train_so_and_their_checkpoint_goes_on_at_one(
     model: Path, parallel: dict[str, int], tmp_path: Path
