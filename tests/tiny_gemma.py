@@ -3,7 +3,16 @@
 from pathlib import Path
 
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
+    Gemma4VisionConfig,
+    PreTrainedModel,
+)
 
 from tests.tiny_tokenizer import EOS_TOKEN_ID, write_tokenizer
 
@@ -70,6 +79,21 @@ def write_gemma2(path: Path, *, vocab: int = 288, seed: int = 0, score_cap: floa
         torch.manual_seed(seed)
         model = Gemma2ForCausalLM(config).float()
     return _saved(model, path, seed)
+
+
+def write_gemma4_with_images(path: Path) -> Path:
+    """The model of gemma4_config as its publisher gives it, below a tower that reads images. Returns `path`."""
+    vision = Gemma4VisionConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        position_embedding_size=64,
+    )
+    config = Gemma4Config(text_config=gemma4_config().to_dict(), vision_config=vision.to_dict())
+    return _saved(Gemma4ForConditionalGeneration(config).float(), path, 0)
 
 
 @torch.no_grad()

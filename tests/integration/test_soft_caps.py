@@ -2,6 +2,7 @@
 a time, on rows longer than their windows.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Gemma4ForCausalLM
 
+from rolecall.data.model_files import check_trainable
+from rolecall.errors import ConfigError
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.packing.pack import local_counts, pack, unpack
@@ -25,7 +29,7 @@ from tests.integration.fsdp_oracle import (
 )
 from tests.integration.fsdp_ranks import make_rows, train_step, weights_of
 from tests.integration.test_fsdp_engine import run_ranks
-from tests.tiny_gemma import write_gemma2, write_gemma4
+from tests.tiny_gemma import write_gemma2, write_gemma4, write_gemma4_with_images
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -66,6 +70,24 @@ def test_one_rank_trains_as_hugging_face_does_and_gives_back_its_own_files(model
     np.testing.assert_allclose([o["grad_norm"] for o in outcomes], norms, rtol=1e-4)
     theirs.save_pretrained(tmp_path)
     assert_same_weights(weights_of(engine), load_file(tmp_path / "model.safetensors"), atol=2e-4)
+
+
+def test_a_language_model_is_saved_alone_by_the_line_that_the_refusal_gives(tmp_path: Path) -> None:
+    whole = write_gemma4_with_images(tmp_path / "whole")
+    with pytest.raises(ConfigError) as refused:
+        check_trainable(whole)
+    line = re.search(
+        r"Gemma4ForCausalLM\.from_pretrained\(\.\.\., key_mapping=\{r(\".*\"): (\".*\")\}\)", refused.value.message
+    )
+    assert line is not None
+    mapping = {line[1].strip('"'): line[2].strip('"')}
+    alone = Gemma4ForCausalLM.from_pretrained(whole, key_mapping=mapping)
+    alone.save_pretrained(tmp_path / "alone", save_original_format=False)
+    weights, published = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "whole"))
+    assert_same_weights(
+        weights, {name.replace(".language_model", ""): x for name, x in published.items() if "language" in name}, atol=0
+    )
+    assert_same_weights(weights_of(make_engine(tmp_path / "alone")), weights, atol=0)
 
 
 def test_a_beginning_that_rows_share_is_computed_once_and_trains_as_in_each(model: Path) -> None:
