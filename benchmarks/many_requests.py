@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from benchmarks.bare_vllm import bare_arguments
-from rolecall.data.model_files import vocab_size
+from rolecall.data.model.files import vocab_size
 from rolecall.settings import load_settings
 from rolecall.v1 import trajectory_pb2
 from services.rollout.config import RolloutConfig, configure, machine_cores, start_environment

@@ -128,8 +128,8 @@ TOPK_IDS = f"{TEACHER}/topk_ids"
 TOPK_LOGPROBS = f"{TEACHER}/topk_logprobs"
 """float32 [T, k]: the teacher's logprobs of TOPK_IDS."""
 ROUTED_EXPERTS = "routed_experts"
-"""uint8 [T, W]: the experts that the sampler sent each token to, in every layer (rolecall/data/mixture.py). Nothing is
-computed from a last token, which no sampler routes: it has a copy of what stands before it.
+"""uint8 [T, W]: the experts that the sampler sent each token to, in every layer (rolecall/data/model/mixture.py).
+Nothing is computed from a last token, which no sampler routes: it has a copy of what stands before it.
 """
 OLD_ROUTED_EXPERTS = "old_routed_experts"
 """uint8 [T, W]: those of the pass that gave `old_logprobs`."""

@@ -16,7 +16,7 @@ from typing import Any
 from rolecall.checkpoint.manifest import RUN_ID, Committed, RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.config_file import read_tree
-from rolecall.data.model_files import model_shapes
+from rolecall.data.model.files import model_shapes
 from rolecall.disk import reading, replace_text
 from rolecall.errors import ConfigError, NotFoundError
 from rolecall.settings import LoraSection, PluginSection, RunSettings, SftSettings

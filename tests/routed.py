@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import linear
 from transformers import Qwen3MoeForCausalLM
 
-from rolecall.data.mixture import Mixture
+from rolecall.data.model.mixture import Mixture
 from rolecall.wire import Array
 
 MIXTURE = Mixture(num_layers=2, num_experts=4, num_chosen=2)

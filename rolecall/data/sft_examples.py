@@ -24,7 +24,7 @@ from rolecall.data.dataset import images_of, parse_messages
 from rolecall.data.images.files import ImageFile, parts
 from rolecall.data.images.spool import Spool
 from rolecall.data.images.tokens import VisualTokens
-from rolecall.data.model_files import eos_token_ids
+from rolecall.data.model.files import eos_token_ids
 from rolecall.data.row_files import is_parquet, rows_of, told
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError, InvalidInputError, StorageUnavailableError

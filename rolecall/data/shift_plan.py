@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolecall.data.megatron.stages import rank_parameters
-from rolecall.data.model_files import ModelFacts
-from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_held
+from rolecall.data.model.files import ModelFacts
+from rolecall.data.model.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_held
 from rolecall.errors import ConfigError
 from rolecall.settings import OptimizerSection, RunSettings, SftSettings, TrainerSection
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.data.json_text import parse_json
-from rolecall.data.model_files import require_model_folder
+from rolecall.data.model.files import require_model_folder
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import ModelSection
 

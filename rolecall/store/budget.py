@@ -10,7 +10,7 @@ from heapq import nlargest
 
 from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS, TOPK_IDS, TOPK_LOGPROBS, row_bytes
 from rolecall.data.dataset import RawPrompt
-from rolecall.data.mixture import read_mixture
+from rolecall.data.model.mixture import read_mixture
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings
 from rolecall.settings.services import STORE_SHARE

@@ -5,7 +5,7 @@ tensors and no gRPC.
 from collections.abc import Mapping, Sequence
 
 from rolecall.columns import TEACHER, TOPK_IDS, TOPK_LOGPROBS, reference_column
-from rolecall.data.model_files import vocab_size
+from rolecall.data.model.files import vocab_size
 from rolecall.errors import ConfigError, ConflictError
 from rolecall.settings import RunSettings
 from rolecall.shifts import Post

@@ -1,13 +1,7 @@
 """The values that the reward model derives from its settings, and what of its files can be seen without loading it."""
 
-from rolecall.data.model_files import (
-    check_parallel,
-    check_tokenizer,
-    check_trainable,
-    max_model_tokens,
-    sees_images,
-    tensor_names,
-)
+from rolecall.data.model.files import check_tokenizer, max_model_tokens, sees_images, tensor_names
+from rolecall.data.model.trainable import check_parallel, check_trainable
 from rolecall.errors import ConfigError
 from rolecall.reward import Field, Range, description
 from rolecall.settings import RewardModelSettings, RunSettings

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rolecall import telemetry
 from rolecall.data.images.tokens import image_processor_of
-from rolecall.data.model_files import check_tokenizer
+from rolecall.data.model.files import check_tokenizer
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.rpc.fence import Fence
 from rolecall.rpc.listening import advertised

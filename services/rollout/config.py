@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.data.adapters import with_modules
-from rolecall.data.engine_limits import check_engine, engine_tokens
 from rolecall.data.images.tokens import read_visual_tokens
-from rolecall.data.mixture import Mixture, read_mixture
-from rolecall.data.model_files import eos_token_ids, has_recurrent_layers, read_model, text_config
+from rolecall.data.model.adapters import with_modules
+from rolecall.data.model.engine_limits import check_engine, engine_tokens
+from rolecall.data.model.files import eos_token_ids, has_recurrent_layers, read_model, text_config
+from rolecall.data.model.mixture import Mixture, read_mixture
 from rolecall.data.shift_plan import gpu_memory_bytes, plan_shifts
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, RunSettings, WeightsSection, require_visible

@@ -27,7 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from rolecall.data.mixture import Mixture
+from rolecall.data.model.mixture import Mixture
 from rolecall.errors import ConfigError, GenerationError, InvalidInputError, UnavailableError, WorkerLostError
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.v1.training_pb2 import RankTrace

@@ -81,7 +81,7 @@ class Sample:
     """STOP or LENGTH; an aborted response is an error instead."""
     routing: Array | None = None
     """uint8 [prompt + n, W]: the experts that every token was sent to, the last one's a copy of those before it
-    (rolecall/data/mixture.py); None unless the engine was started to say it.
+    (rolecall/data/model/mixture.py); None unless the engine was started to say it.
     """
 
 

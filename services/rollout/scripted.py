@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rolecall.data.mixture import Mixture
+from rolecall.data.model.mixture import Mixture
 from rolecall.errors import RoleCallError, UnavailableError
 from rolecall.v1 import rollout_pb2, trajectory_pb2
 from rolecall.v1.training_pb2 import RankTrace

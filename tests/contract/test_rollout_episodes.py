@@ -15,7 +15,7 @@ import pytest
 from rolecall.columns import ROUTED_EXPERTS
 from rolecall.data.images.files import parts
 from rolecall.data.images.tokens import VisualTokens
-from rolecall.data.mixture import Mixture
+from rolecall.data.model.mixture import Mixture
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment import Action, Answer, Env, Task
 from rolecall.environment.checks import environment_fits

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rolecall.columns import IMAGES, OLD_ROUTED_EXPERTS, ROUTED_EXPERTS
-from rolecall.data.mixture import Mixture
+from rolecall.data.model.mixture import Mixture
 from rolecall.errors import (
     GenerationError,
     RowMissingError,

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from examples.colored_squares.prepare import FAMILIES
-from rolecall.data.model_files import read_model
+from rolecall.data.model.files import read_model
 from tests.integration.agent_pictures import FIRST, OTHER, SECOND, pictures
 from tests.pictures import picture
 from tests.ports import free_port

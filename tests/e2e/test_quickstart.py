@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.data.model_files import read_model
+from rolecall.data.model.files import read_model
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sort_digits"
 ADAPTERS = ("--actor.lora.rank=16", "--actor.lora.alpha=32", "--actor.optimizer.learning_rate=5.0e-4")

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from rolecall.algorithms.aggregation import Counts
 from rolecall.algorithms.selection import token_keys
 from rolecall.columns import ROUTED_EXPERTS
-from rolecall.data.parameter_counts import UPDATED_AT_A_TIME
+from rolecall.data.model.parameter_counts import UPDATED_AT_A_TIME
 from rolecall.errors import RoleCallError
 from rolecall.settings import (
     Aggregation,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolecall.data.mixture import Mixture
+from rolecall.data.model.mixture import Mixture
 from rolecall.errors import (
     BudgetSpentError,
     ConfigError,

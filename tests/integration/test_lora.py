@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rolecall.checkpoint.storage import open_storage
-from rolecall.data.adapters import ADAPTER, num_adapter_parameters, with_modules
+from rolecall.data.model.adapters import ADAPTER, num_adapter_parameters, with_modules
 from rolecall.errors import CheckpointMismatchError, ConfigError
 from rolecall.settings import ALL_LINEAR, Dtype, LoraSection, OptimizerSection
 from rolecall.training.engine import TokenOutputs

@@ -20,9 +20,10 @@ from safetensors.torch import load_file
 from torch.nn.functional import silu
 
 from rolecall.columns import ROUTED_EXPERTS
-from rolecall.data.adapters import ADAPTER, adapted_matrices, num_adapter_parameters
-from rolecall.data.mixture import Mixture, read_mixture
-from rolecall.data.model_files import check_parallel, num_experts, text_config
+from rolecall.data.model.adapters import ADAPTER, adapted_matrices, num_adapter_parameters
+from rolecall.data.model.files import num_experts, text_config
+from rolecall.data.model.mixture import Mixture, read_mixture
+from rolecall.data.model.trainable import check_parallel
 from rolecall.errors import ConfigError, RoleCallError
 from rolecall.settings import ActorSection, LayoutSection, LoraSection
 from rolecall.training.megatron.experts import Experts

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from rolecall.columns import IMAGES
-from rolecall.data.adapters import with_modules
 from rolecall.data.images.files import open_image
 from rolecall.data.images.tokens import read_visual_tokens
+from rolecall.data.model.adapters import with_modules
 from rolecall.settings import ALL_LINEAR, LoraSection
 from rolecall.trajectory import SAMPLED_COLUMNS, rows_of
 from rolecall.v1 import rollout_pb2, trajectory_pb2, weights_pb2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from rolecall.data.mixture import Mixture
+from rolecall.data.model.mixture import Mixture
 from rolecall.errors import GenerationError, InvalidInputError
 from services.rollout.engine import _routing
 

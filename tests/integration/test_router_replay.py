@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from rolecall.columns import ROUTED_EXPERTS
-from rolecall.data.mixture import read_mixture
+from rolecall.data.model.mixture import read_mixture
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import LoraSection, OptimizerSection
 from rolecall.training.engine import Microbatch, TokenOutputs

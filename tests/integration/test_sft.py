@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from rolecall.checkpoint.manifest import IDENTITY, RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.cli import main
-from rolecall.data.model_files import read_model
+from rolecall.data.model.files import read_model
 from rolecall.data.sft_examples import load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import DiskFullError

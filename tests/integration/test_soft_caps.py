@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Gemma4ForCausalLM
 
-from rolecall.data.model_files import check_trainable
+from rolecall.data.model.trainable import check_trainable
 from rolecall.errors import ConfigError
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.objective.objectives import SftObjective

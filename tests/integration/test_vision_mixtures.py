@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from rolecall.columns import ROUTED_EXPERTS
-from rolecall.data.mixture import read_mixture
+from rolecall.data.model.mixture import read_mixture
 from rolecall.settings import LoraSection
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine

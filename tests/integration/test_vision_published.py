@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rolecall.data.model_files import read_model
+from rolecall.data.model.files import read_model
 from rolecall.training.engine import TokenOutputs
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.packing.pack import local_counts

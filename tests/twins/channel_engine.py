@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
-from rolecall.data.mixture import Mixture, read_mixture
+from rolecall.data.model.mixture import Mixture, read_mixture
 from rolecall.weights.channel import Channel, join
 from rolecall.weights.deltas.base import Base
 from rolecall.weights.rendezvous import Rendezvous

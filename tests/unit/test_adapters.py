@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from rolecall.checkpoint.manifest import RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.check import find_problems
-from rolecall.data.adapters import expert_parameters, num_adapter_parameters, with_modules
+from rolecall.data.model.adapters import expert_parameters, num_adapter_parameters, with_modules
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, load_settings
 from tests.twins.launched import VOCAB_SIZE, write_light_config

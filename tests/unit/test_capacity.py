@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from rolecall.commands.check.capacity import check_capacity, host_memory_bytes
 from rolecall.commands.check.footprint import host_memory, memory_and_disk
 from rolecall.commands.check.gpus import cache
-from rolecall.data.model_files import ModelFacts, read_model
-from rolecall.data.parameter_counts import UPDATED_AT_A_TIME
+from rolecall.data.model.files import ModelFacts, read_model
+from rolecall.data.model.parameter_counts import UPDATED_AT_A_TIME
 from rolecall.data.shift_plan import (
     CONTEXT_BYTES,
     GRAPHS_BYTES,

@@ -10,10 +10,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from rolecall.commands.check.footprint import memory_and_disk
-from rolecall.data.engine_limits import check_engine
 from rolecall.data.images.limits import check_images
-from rolecall.data.model_files import check_trainable, read_model
-from rolecall.data.parameter_counts import actor_parameters, critic_parameters
+from rolecall.data.model.engine_limits import check_engine
+from rolecall.data.model.files import read_model
+from rolecall.data.model.parameter_counts import actor_parameters, critic_parameters
+from rolecall.data.model.trainable import check_trainable
 from rolecall.errors import ConfigError
 from rolecall.settings import RewardModelSettings, RunSettings
 from services.reward_model.config import check_files

@@ -24,7 +24,6 @@ from pydantic import ValidationError
 
 from rolecall.commands.check import check
 from rolecall.data.dataset import RawPrompt, load_prompts
-from rolecall.data.engine_limits import check_engine
 from rolecall.data.images.files import FORMATS, MAX_BYTES, image_size, media_type, open_image
 from rolecall.data.images.prompts import PromptEncoder
 from rolecall.data.images.tokens import (
@@ -35,6 +34,7 @@ from rolecall.data.images.tokens import (
     require_visual_tokens,
     run_lengths,
 )
+from rolecall.data.model.engine_limits import check_engine
 from rolecall.data.row_files import PARQUET_ROWS, read_rows
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment import Image as Shown

@@ -10,7 +10,7 @@ import pytest
 
 from rolecall.commands.cli import main
 from rolecall.data.megatron.limits import ABSENT, MODEL_TYPES
-from rolecall.data.model_files import num_experts
+from rolecall.data.model.files import num_experts
 from tests.twins.launched import write_light_config
 
 DENSE: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rolecall.data.megatron.stages import RankParameters, rank_parameters, split_layers
-from rolecall.data.model_files import model_shapes
+from rolecall.data.model.files import model_shapes
 from rolecall.settings import ActorSection, CriticSection, LayoutSection, MegatronSection
 
 MIXTURE: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rolecall.commands.check import find_problems
-from rolecall.data.mixture import Mixture, read_mixture
+from rolecall.data.model.mixture import Mixture, read_mixture
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import RunSettings, SftSettings, load_settings
 from rolecall.store.budget import PromptBytes, StoreBudget, batch_bytes

@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from rolecall.commands.check import find_problems, require
-from rolecall.data.engine_limits import CPU_BLOCK_TOKENS, CPU_HEAD_DIMS
-from rolecall.data.model_files import read_model
+from rolecall.data.model.engine_limits import CPU_BLOCK_TOKENS, CPU_HEAD_DIMS
+from rolecall.data.model.files import read_model
 from rolecall.errors import ConfigError
 from rolecall.settings import load_settings
 from tests.tiny_tokenizer import write_tokenizer

@@ -22,7 +22,7 @@ from rolecall.commands.check.models import policy_model, tokenizer_and_models
 from rolecall.commands.check.preflight import NOTE, preflight
 from rolecall.commands.check.prompts import all_prompts
 from rolecall.commands.check.servers import model_servers
-from rolecall.data.model_files import ModelFacts, read_model
+from rolecall.data.model.files import ModelFacts, read_model
 from rolecall.data.shift_plan import gpu_memory_bytes
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.environment.checks import explain_environments

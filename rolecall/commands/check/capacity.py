@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rolecall.commands.check.preflight import NOTE
 from rolecall.commands.check.trainers import Trainer, trainers
-from rolecall.data.engine_limits import engine_tokens, num_cached_per_token
-from rolecall.data.model_files import ModelFacts
-from rolecall.data.parameter_counts import reference_held
+from rolecall.data.model.engine_limits import engine_tokens, num_cached_per_token
+from rolecall.data.model.files import ModelFacts
+from rolecall.data.model.parameter_counts import reference_held
 from rolecall.data.shift_plan import (
     gpu_memory_bytes,
     plan_shifts,

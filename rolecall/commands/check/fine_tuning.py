@@ -8,19 +8,12 @@ from itertools import islice
 from pathlib import Path
 
 from rolecall.commands.check.preflight import NOTE
-from rolecall.data.adapters import check_start, num_adapter_parameters
 from rolecall.data.images.limits import check_sft_images
 from rolecall.data.megatron.limits import check_megatron, require_installed
-from rolecall.data.model_files import (
-    ModelFacts,
-    check_parallel,
-    check_routers,
-    check_tokenizer,
-    check_trainable,
-    max_model_tokens,
-    text_config,
-)
-from rolecall.data.rope import describe_factors
+from rolecall.data.model.adapters import check_start, num_adapter_parameters
+from rolecall.data.model.files import ModelFacts, check_routers, check_tokenizer, max_model_tokens, text_config
+from rolecall.data.model.rope import describe_factors
+from rolecall.data.model.trainable import check_parallel, check_trainable
 from rolecall.data.sft_examples import end_of_response, load_examples, tokenize
 from rolecall.data.tokenizer import ChatTokenizer
 from rolecall.errors import ConfigError

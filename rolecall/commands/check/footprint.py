@@ -12,11 +12,11 @@ from rolecall.commands.check import gpus
 from rolecall.commands.check.capacity import host_memory_bytes, in_bytes
 from rolecall.commands.check.preflight import NOTE
 from rolecall.commands.check.trainers import LEAST_MOMENT_BYTES, MOMENT_BYTES_PER_PARAMETER, Trainer, trainers
-from rolecall.data.adapters import expert_parameters
 from rolecall.data.dataset import RawPrompt
 from rolecall.data.images.tokens import require_visual_tokens
-from rolecall.data.model_files import ModelFacts, sees_images
-from rolecall.data.parameter_counts import reference_held
+from rolecall.data.model.adapters import expert_parameters
+from rolecall.data.model.files import ModelFacts, sees_images
+from rolecall.data.model.parameter_counts import reference_held
 from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts, shares_gpus_here
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, RunSettings, SftSettings

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from rolecall.commands.check.capacity import in_bytes
 from rolecall.commands.check.preflight import NOTE
 from rolecall.commands.check.trainers import Trainer
-from rolecall.data.engine_limits import engine_tokens, num_cached_per_token
-from rolecall.data.model_files import ModelFacts, text_config, vocab_size
+from rolecall.data.model.engine_limits import engine_tokens, num_cached_per_token
+from rolecall.data.model.files import ModelFacts, text_config, vocab_size
 from rolecall.data.shift_plan import BUCKETS, gpu_memory_bytes, plan_shifts, received_bytes
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, SftSettings

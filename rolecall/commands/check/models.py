@@ -5,18 +5,15 @@ from pathlib import Path
 
 from rolecall.commands.check.capacity import check_cache
 from rolecall.commands.check.preflight import NOTE
-from rolecall.data.adapters import check_start, with_modules
-from rolecall.data.engine_limits import check_engine, engine_tokens
 from rolecall.data.images.limits import check_images
 from rolecall.data.megatron.limits import check_megatron, require_installed
 from rolecall.data.megatron.stages import head_of, split_layers
-from rolecall.data.mixture import read_mixture
-from rolecall.data.model_files import (
+from rolecall.data.model.adapters import check_start, with_modules
+from rolecall.data.model.engine_limits import check_engine, engine_tokens
+from rolecall.data.model.files import (
     ModelFacts,
-    check_parallel,
     check_routers,
     check_tokenizer,
-    check_trainable,
     eos_token_ids,
     has_recurrent_layers,
     max_model_tokens,
@@ -24,7 +21,9 @@ from rolecall.data.model_files import (
     text_config,
     vocab_size,
 )
-from rolecall.data.rope import describe_factors
+from rolecall.data.model.mixture import read_mixture
+from rolecall.data.model.rope import describe_factors
+from rolecall.data.model.trainable import check_parallel, check_trainable
 from rolecall.data.tokenizer import ChatTokenizer, read_ids_digest
 from rolecall.errors import ConfigError
 from rolecall.identity import adapters_to_begin_with

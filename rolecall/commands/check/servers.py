@@ -6,8 +6,8 @@ import importlib.util
 from collections.abc import Iterator
 
 from rolecall.commands.check.capacity import in_bytes
-from rolecall.data.engine_limits import check_server
-from rolecall.data.model_files import read_model
+from rolecall.data.model.engine_limits import check_server
+from rolecall.data.model.files import read_model
 from rolecall.data.shift_plan import gpu_memory_bytes
 from rolecall.data.tokenizer import has_chat_template
 from rolecall.errors import ConfigError

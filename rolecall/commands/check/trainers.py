@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolecall.data.megatron.stages import RankParameters, rank_parameters
-from rolecall.data.model_files import ModelFacts
-from rolecall.data.parameter_counts import ParameterCounts, actor_parameters, critic_parameters
+from rolecall.data.model.files import ModelFacts
+from rolecall.data.model.parameter_counts import ParameterCounts, actor_parameters, critic_parameters
 from rolecall.settings import ActorSection, LoraSection, OptimizerSection, RunSettings, SftSettings, TrainerSection
 
 OPTIMIZER_BYTES_PER_PARAMETER = 16

@@ -1,4 +1,4 @@
-"""The limits of models of text and images in a run, beside those of their layouts (model_files.check_parallel): which
+"""The limits of models of text and images in a run, beside those of their layouts (trainable.check_parallel): which
 of its models see what prompts show. No torch.
 """
 
@@ -11,7 +11,7 @@ from rolecall.data.images.tokens import (
     read_visual_tokens,
     require_visual_tokens,
 )
-from rolecall.data.model_files import ModelFacts, sees_images
+from rolecall.data.model.files import ModelFacts, sees_images
 from rolecall.errors import ConfigError
 from rolecall.settings import CriticSection, ReferenceSection, RunSettings, SftSettings
 

@@ -2,7 +2,7 @@
 
 Owns every complaint of that back end that needs no weights to be loaded: `rolecall check` tells it before anything
 starts, and a rank that is about to build the model asks the same. What of layouts holds for every back end is
-model_files.check_parallel.
+data/model/trainable.py.
 """
 
 from importlib.util import find_spec
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.data.megatron.stages import split_layers
-from rolecall.data.model_files import num_experts, text_config
-from rolecall.data.rope import kind_of_rope, rope_parameters
+from rolecall.data.model.files import num_experts, text_config
+from rolecall.data.model.rope import kind_of_rope, rope_parameters
 from rolecall.errors import ConfigError
 from rolecall.settings import LayoutSection, MegatronSection
 

@@ -13,8 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import Literal
 
-from rolecall.data.adapters import adapted_matrices
-from rolecall.data.model_files import EMBEDDINGS, EXPERTS, language_shapes, num_experts, text_config
+from rolecall.data.model.adapters import adapted_matrices
+from rolecall.data.model.files import EMBEDDINGS, EXPERTS, language_shapes, num_experts, text_config
 from rolecall.errors import ConfigError
 from rolecall.settings import (
     ActorSection,

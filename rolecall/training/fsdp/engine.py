@@ -26,9 +26,9 @@ from transformers import PretrainedConfig
 
 from rolecall.checkpoint.storage import Storage
 from rolecall.columns import TOPK_IDS
-from rolecall.data.adapters import check_start
-from rolecall.data.mixture import read_mixture
-from rolecall.data.model_files import check_parallel
+from rolecall.data.model.adapters import check_start
+from rolecall.data.model.mixture import read_mixture
+from rolecall.data.model.trainable import check_parallel
 from rolecall.errors import ConfigError
 from rolecall.telemetry import Metrics
 from rolecall.training.account.flops import ModelFlops, count_flops

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from rolecall.data.parameter_counts import UPDATED_AT_A_TIME
+from rolecall.data.model.parameter_counts import UPDATED_AT_A_TIME
 from rolecall.settings import OptimizerSection
 from rolecall.training.model.box import local_part
 from rolecall.training.model.lora import is_of_experts

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from rolecall.data.megatron.limits import BY_SIGMOID, has_normalized_weights, shared_experts_width
 from rolecall.data.megatron.stages import split_layers
-from rolecall.data.model_files import num_experts
+from rolecall.data.model.files import num_experts
 from rolecall.training.model.lora import checkpoint_name
 from rolecall.training.model.packed_model import PackedModel, layers
 from rolecall.training.options import DTYPES, EngineOptions

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 from rolecall.checkpoint.storage import Storage
-from rolecall.data.adapters import check_start
 from rolecall.data.megatron.limits import check_megatron
-from rolecall.data.model_files import check_parallel
+from rolecall.data.model.adapters import check_start
+from rolecall.data.model.trainable import check_parallel
 from rolecall.errors import ConfigError
 from rolecall.telemetry import Metrics
 from rolecall.training.account.flops import CostModel, count_flops

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rolecall.algorithms.losses.router import Routing
 from rolecall.columns import ROUTED_EXPERTS, TOPK_IDS
-from rolecall.data.mixture import Mixture, read_mixture
+from rolecall.data.model.mixture import Mixture, read_mixture
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.megatron.layout import MegatronLayout
 from rolecall.training.model.logits.logprobs import Wanted

@@ -18,7 +18,7 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
-from rolecall.data.mixture import read_mixture
+from rolecall.data.model.mixture import read_mixture
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import Microbatch
 from rolecall.training.megatron.config import has_experts, transformer_config

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from rolecall.algorithms.losses.router import Routing, sum_routing
-from rolecall.data.mixture import Mixture
+from rolecall.data.model.mixture import Mixture
 from rolecall.training.engine import Microbatch, TokenOutputs
 from rolecall.training.model.attention.packed import PackedPlan
 from rolecall.training.model.router_replay import Choosing, Routes, encode_routing

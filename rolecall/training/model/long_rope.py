@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rolecall.data.rope import LONG_ROPE
+from rolecall.data.model.rope import LONG_ROPE
 
 
 def choose_factors(hf: PreTrainedModel, num_tokens: int | None) -> None:

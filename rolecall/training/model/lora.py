@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rolecall.data.adapters import ADAPTER
+from rolecall.data.model.adapters import ADAPTER
 from rolecall.disk import writing
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection

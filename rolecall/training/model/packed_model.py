@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from rolecall.data.images.tokens import FAMILIES
-from rolecall.data.model_files import check_trainable
+from rolecall.data.model.trainable import check_trainable
 from rolecall.errors import ConfigError
 from rolecall.training.model.attention.handed_on import hand_on_plans
 from rolecall.training.model.attention.packed import NAME, WITH_CAPS, PackedPlan, TracedAttention

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rolecall.data.adapters import ADAPTER
+from rolecall.data.model.adapters import ADAPTER
 from rolecall.errors import ConfigError
 from rolecall.training.model.box import Box
 from rolecall.training.model.conversion import Conversion

@@ -7,7 +7,7 @@ choice is meant travels with the plan of the pass (`PackedPlan.routes`) into eve
 models and microbatches share nothing, and a layer that backward recomputes chooses what it chose before.
 
 Shapes: n tokens that this rank computes; L layers; E experts, k of them chosen; W bytes of one token's routing
-(rolecall/data/mixture.py).
+(rolecall/data/model/mixture.py).
 """
 
 import functools
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from rolecall.data.mixture import Mixture
+from rolecall.data.model.mixture import Mixture
 from rolecall.errors import ConfigError, InvalidInputError
 
 

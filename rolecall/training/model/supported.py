@@ -1,7 +1,7 @@
 """The conditions for training a model packed, with logprobs computed from its head alone: refusals on the meta device,
 before a weight is read.
 
-What JSON tells is rolecall/data/model_files.py's; that every layer attends by the attention interface is seen by the
+What JSON tells is rolecall/data/model/files.py's; that every layer attends by the attention interface is seen by the
 trace of flops.py.
 """
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rolecall.data.model_files import ATTENTION_LAYERS
+from rolecall.data.model.files import ATTENTION_LAYERS
 from rolecall.errors import ConfigError
 from rolecall.training.model.recurrent import recurrent_layers
 

@@ -36,7 +36,7 @@ def split_tensors(hf: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Cuts the parameters of `hf`, on the meta device, over the ranks of `mesh`. ConfigError when it has no plan or
     does not divide.
 
-    That heads divide is model_files.check_parallel's to see.
+    That heads divide is trainable.check_parallel's to see.
     """
     try:  # only here: ranks that keep whole matrices need none of it
         from transformers.distributed.tensor_parallel import (

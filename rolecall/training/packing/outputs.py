@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from rolecall.columns import ROUTED_EXPERTS
-from rolecall.data.mixture import Mixture
+from rolecall.data.model.mixture import Mixture
 from rolecall.training.engine import Microbatch, TokenOutputs, ValueOutputs
 from rolecall.training.model.attention.packed import PackedPlan
 from rolecall.training.model.logits.logprobs import Wanted

@@ -15,10 +15,10 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from rolecall.contract import contract_version
-from rolecall.data.adapters import with_modules
-from rolecall.data.engine_limits import engine_tokens
 from rolecall.data.images.tokens import read_processor_digest
-from rolecall.data.model_files import num_experts, text_config
+from rolecall.data.model.adapters import with_modules
+from rolecall.data.model.engine_limits import engine_tokens
+from rolecall.data.model.files import num_experts, text_config
 from rolecall.data.tokenizer import read_template
 from rolecall.errors import ConfigError, VersionMismatchError
 from rolecall.settings import (

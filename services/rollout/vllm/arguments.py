@@ -13,7 +13,7 @@ from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.usage.usage_lib import UsageContext
 
-from rolecall.data.model_files import text_config
+from rolecall.data.model.files import text_config
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection
 from services.rollout.config import RolloutConfig

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rolecall.data.model_files import check_trainable
+from rolecall.data.model.trainable import check_trainable
 from rolecall.errors import ConfigError
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.huggingface import ModelFiles

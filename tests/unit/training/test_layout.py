@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rolecall.data.model_files import check_parallel
+from rolecall.data.model.trainable import check_parallel
 from rolecall.errors import ConfigError
 from rolecall.settings import ActorSection, LayoutSection, ParallelSection
 from rolecall.telemetry import Metrics

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from rolecall.data.model_files import tensor_names
+from rolecall.data.model.files import tensor_names
 from rolecall.errors import ConfigError
 from rolecall.training.account.flops import count_flops
 from rolecall.training.model.attention.packed import plan_attention

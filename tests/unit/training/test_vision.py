@@ -10,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from rolecall.columns import IMAGES
-from rolecall.data.adapters import num_adapter_parameters
-from rolecall.data.model_files import check_parallel, read_model
+from rolecall.data.model.adapters import num_adapter_parameters
+from rolecall.data.model.files import read_model
+from rolecall.data.model.trainable import check_parallel
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, ParallelSection
 from rolecall.training.account.flops import count_flops

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rolecall.data.model_files import NUM_CHOSEN, NUM_EXPERTS, num_chosen, num_experts, text_config
+from rolecall.data.model.files import NUM_CHOSEN, NUM_EXPERTS, num_chosen, num_experts, text_config
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import ActorSection
 from rolecall.wire import Array

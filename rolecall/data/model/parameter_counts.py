@@ -7,9 +7,9 @@ The headers of the model's files tell them. No torch.
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolecall.data.adapters import num_adapter_parameters
 from rolecall.data.megatron.stages import rank_parameters
-from rolecall.data.model_files import ModelFacts, read_model
+from rolecall.data.model.adapters import num_adapter_parameters
+from rolecall.data.model.files import ModelFacts, read_model
 from rolecall.settings import LoraSection, RunSettings, SftSettings
 
 UPDATED_AT_A_TIME = 2**28

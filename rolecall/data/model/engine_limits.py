@@ -11,8 +11,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from rolecall.data.images.tokens import read_visual_tokens
-from rolecall.data.mixture import check_cpu_routing
-from rolecall.data.model_files import (
+from rolecall.data.model.files import (
     EXPERTS,
     QWEN3_5_TEXT,
     has_recurrent_layers,
@@ -22,7 +21,8 @@ from rolecall.data.model_files import (
     text_config,
     values_of_layers,
 )
-from rolecall.data.rope import kind_of_rope, rope_parameters
+from rolecall.data.model.mixture import check_cpu_routing
+from rolecall.data.model.rope import kind_of_rope, rope_parameters
 from rolecall.data.shift_plan import check_cpu_sleep
 from rolecall.data.vllm_files import check_engine_arguments
 from rolecall.errors import ConfigError

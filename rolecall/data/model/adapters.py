@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from rolecall.data.json_text import parse_json
-from rolecall.data.model_files import EXPERTS, IN_BLOCK, language_shapes, tensor_shapes
+from rolecall.data.model.files import EXPERTS, IN_BLOCK, language_shapes, tensor_shapes
 from rolecall.errors import ConfigError
 from rolecall.settings import ALL_LINEAR, LoraSection
 
