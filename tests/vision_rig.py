@@ -24,6 +24,36 @@ START, END, SHOWS = 3, 4, 5
 """Ids before, behind and in the place of an image."""
 TOKEN_PIXELS = 8
 TEMPERATURE = 0.7
+MAX_GAP = 1e-4
+"""Nats, in float32: vLLM and transformers on the same pixels differ by 1e-5. Pixels that Pillow resized are .006 off,
+and another image, or weights of another seed, tenths and more.
+"""
+MEAN_GAP = 0.05
+"""Nats on average over tokens, where vLLM computes in bfloat16 alone: single tokens of such rough weights are tenths
+off, and means .03. Another image is .15 off, other weights 1.
+"""
+
+
+def sampled_dtype(family: str) -> str:
+    """The type that vLLM computes the family in on CPUs: recurrent layers in bfloat16 alone."""
+    return "bfloat16" if family.startswith("qwen3_5") else "float32"
+
+
+def gap_size(gaps: Array, family: str) -> float:
+    """What there is to say of differences of logprobs: their largest, or in half precision their mean."""
+    sizes = np.abs(gaps)
+    return float(sizes.max() if sampled_dtype(family) == "float32" else sizes.mean())
+
+
+def most_gap(family: str) -> float:
+    """Greatest size of differences by which vLLM and another library compute the same."""
+    return MAX_GAP if sampled_dtype(family) == "float32" else MEAN_GAP
+
+
+def sampled_weights(path: Path, family: str) -> list[tuple[str, torch.Tensor]]:
+    """The weights of the model in `path` by name, as its rollout is sent them."""
+    dtype = getattr(torch, sampled_dtype(family))
+    return [(name, each.to(dtype)) for name, each in sorted(load_file(path / "model.safetensors").items())]
 
 
 def image_file(height: int, width: int, seed: int) -> bytes:

@@ -10,7 +10,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from rolecall.columns import IMAGES
@@ -24,41 +23,25 @@ from rolecall.wire import Array, decode_tensor
 from tests.integration.rollout_process import PROBE, RolloutProcess, group, rollout_process
 from tests.pictures import picture
 from tests.tiny_models import VisionFamily, write_vision
+from tests.vision_rig import gap_size, most_gap, sampled_dtype, sampled_weights
 
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(300)]
 
 FAMILIES: tuple[VisionFamily, ...] = get_args(VisionFamily)
 
-MAX_GAP = 1e-4
-"""Nats, in float32: vLLM and transformers on the same pixels differ by 1e-5. Pixels that Pillow resized are .006 off,
-and another image, or weights of another seed, tenths and more.
-"""
-MEAN_GAP = 0.05
-"""Nats on average over tokens, where vLLM computes in bfloat16 alone, as it does recurrent layers on CPUs: single
-tokens of such rough weights are tenths off, and means .03. Another image is .15 off, other weights 1.
-"""
-
-
-def dtype_of(family: str) -> str:
-    """The type that vLLM computes the family in on CPUs."""
-    return "bfloat16" if family.startswith("qwen3_5") else "float32"
-
 
 class Seen:
     """A replica with a model that sees, and two versions of its weights by transformers."""
 
-    def __init__(self, rollout: RolloutProcess, paths: list[Path], dtype: str) -> None:
-        self._is_exact, stored = dtype == "float32", getattr(torch, dtype)
-        self.rollout = rollout
+    def __init__(self, rollout: RolloutProcess, paths: list[Path], family: str) -> None:
+        stored = getattr(torch, sampled_dtype(family))
+        self.rollout, self.family = rollout, family
         tokens = read_visual_tokens(paths[0])
         assert tokens is not None
         self.tokens = tokens
         self.processor = AutoImageProcessor.from_pretrained(paths[0])
         self.models = [AutoModelForImageTextToText.from_pretrained(path, dtype=stored).float().eval() for path in paths]
-        self.weights = [
-            [(name, each.to(stored)) for name, each in sorted(load_file(path / "model.safetensors").items())]
-            for path in paths
-        ]
+        self.weights = [sampled_weights(path, family) for path in paths]
 
     def prompt(self, images: list[bytes], tail: int = 70) -> trajectory_pb2.Prompt:
         """A prompt that shows the images, with text between them."""
@@ -103,14 +86,11 @@ class Seen:
         return self.size(np.concatenate(gaps)) if gaps else 0.0
 
     def size(self, gaps: Array) -> float:
-        """What there is to say of differences: their largest, or in half precision their mean."""
-        sizes = np.abs(gaps)
-        return float(sizes.max() if self._is_exact else sizes.mean())
+        return gap_size(gaps, self.family)
 
     @property
     def most(self) -> float:
-        """Greatest size of differences that vLLM and transformers explain."""
-        return MAX_GAP if self._is_exact else MEAN_GAP
+        return most_gap(self.family)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -123,10 +103,10 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "data": {"images_field": "images"},
         "rollout": {"pause_mode": "keep_cache", "max_num_seqs": 32, "kv_cache_bytes": 64 * 2**20},
         "algorithm": {"correction": {"weight": {"kind": "token", "cap": 2}}},
-        "model": {"dtype": dtype_of(family)},
+        "model": {"dtype": sampled_dtype(family)},
     }
     with rollout_process(directory, paths[0], auto_class=AutoModelForImageTextToText, **sections) as running:
-        yield Seen(running, paths, dtype_of(family))
+        yield Seen(running, paths, family)
 
 
 def test_every_weight_of_both_towers_arrives_and_the_probe_agrees(seen: Seen) -> None:
@@ -236,10 +216,10 @@ def test_adapters_of_the_language_model_answer_what_the_base_s_tower_sees(family
     sections: dict[str, Any] = {
         "data": {"images_field": "images"},
         "actor": {"lora": lora.model_dump()},
-        "model": {"dtype": dtype_of(family)},
+        "model": {"dtype": sampled_dtype(family)},
     }
     with rollout_process(tmp_path, path, auto_class=AutoModelForImageTextToText, **sections) as running:
-        seen, adapters = Seen(running, [path, path], dtype_of(family)), []
+        seen, adapters = Seen(running, [path, path], family), []
         for name, module in seen.models[1].named_modules():
             if "language_model.layers" in name and name.rpartition(".")[2] in lora.target_modules:
                 down = torch.randn(lora.rank, module.in_features, generator=generator) * 0.2

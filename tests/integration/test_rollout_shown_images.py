@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from rolecall.columns import IMAGES
@@ -29,12 +27,9 @@ from tests.integration.second_picture import FIRST, SECOND
 from tests.ports import free_port
 from tests.tiny_models import VisionFamily, write_vision
 from tests.tiny_tokenizer import EOS_TOKEN_ID
-from tests.vision_rig import CPU, read_images
+from tests.vision_rig import CPU, gap_size, most_gap, read_images, sampled_dtype, sampled_weights
 
 pytestmark = [pytest.mark.vision, pytest.mark.timeout(300), pytest.mark.usefixtures("one_rank")]
-
-MAX_GAP = 1e-4
-"""Nats, in float32; another image would be tenths."""
 
 
 @contextmanager
@@ -62,9 +57,10 @@ def test_the_sampler_and_a_trainer_say_the_same_of_turns_behind_a_second_image(
             "environments": {"game": {"address": address, "max_turns": 4, "max_image_bytes": len(FIRST) + len(SECOND)}},
             "data": {"max_prompt_tokens": 100},
             "sampling": {"num_responses": 4, "max_tokens": 200},
+            "model": {"dtype": sampled_dtype(family)},
         }
         with rollout_process(tmp_path, path, auto_class=AutoModelForImageTextToText, **sections) as rollout:
-            rollout.weights = sorted(load_file(path / "model.safetensors").items())
+            rollout.weights = sampled_weights(path, family)
             rollout.open_epoch()
             rollout.publish()
             for gid in range(2):
@@ -88,7 +84,7 @@ def test_the_sampler_and_a_trainer_say_the_same_of_turns_behind_a_second_image(
     assert isinstance(outputs, TokenOutputs)
     for row, meta, ours in zip(rows, metas, unpack(outputs.logprobs_N, microbatch.lengths), strict=True):
         sampled = row["response_mask"] == 1
-        assert np.abs(row["rollout_logprobs"] - ours)[sampled].max() < MAX_GAP
+        assert gap_size((row["rollout_logprobs"] - ours)[sampled], family) < most_gap(family)
         is_seen = len(meta.episode.turns) == 2
         # one that sampled a placeholder in its first turn is shown no second image
         assert is_seen or meta.episode.ended_by == "images"
