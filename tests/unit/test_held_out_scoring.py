@@ -115,23 +115,20 @@ async def test_a_scorer_that_answers_long_before_its_deadline_gets_larger_calls_
     assert [len(prompts) for prompts in scorer.calls] == [most] * 20
 
 
-async def test_a_scorer_that_is_late_gets_smaller_calls_and_one_larger_call_at_a_time_tries_for_the_others(
+async def test_a_scorer_that_is_late_gets_smaller_calls_and_is_late_for_no_more_than_a_few(
     make_settings: Callable[..., RunSettings],
 ) -> None:
     class Slow(Scorer):
         async def failure(self, prompts: Sequence[str]) -> Failure | None:
-            if len(prompts) <= 8:
-                return None
-            await asyncio.sleep(TIMEOUT_S)
-            return LATE
+            await asyncio.sleep(min(len(prompts) * TIMEOUT_S / 10, TIMEOUT_S))
+            return None if len(prompts) < 10 else LATE
 
     scorer = Slow()
     scores = await held_out(make_settings, scorer).score(responses(640), asyncio.sleep)
     assert len(scores) == 640
-    late = [len(prompts) for prompts in scorer.calls if len(prompts) > 8]
-    assert late[: FEW_CALLS + 1] == [32] * FEW_CALLS + [16]
-    assert set(late[FEW_CALLS + 1 :]) <= {16}
-    assert len(late) <= 3 * FEW_CALLS + 2, "each of those of 16 is tried once in its time"
+    late = [len(prompts) for prompts in scorer.calls if len(prompts) >= 10]
+    assert late[:FEW_CALLS] == [32] * FEW_CALLS
+    assert late[FEW_CALLS:] in ([16], [16] * FEW_CALLS), "one call at a time while it gives no scores"
 
 
 async def test_calls_grow_again_after_a_scorer_was_away(make_settings: Callable[..., RunSettings]) -> None:
@@ -177,6 +174,30 @@ async def test_a_scorer_that_gives_no_scores_is_asked_by_one_call_at_a_time_and_
     assert len(scorer.calls) < 2 * FEW_CALLS + scorer.num_refused + 60, "prompts do not go alone from here on"
 
 
+@pytest.mark.parametrize("num_calls", [1, 5, 7])
+async def test_a_scorer_that_goes_away_costs_no_response_however_few_are_left_and_whatever_failed_before(
+    make_settings: Callable[..., RunSettings], num_calls: int
+) -> None:
+    class Leaving(Scorer):
+        is_back = False
+
+        async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
+            outcomes = await super().score(items)
+            number = len(self.calls)
+            await asyncio.sleep(0)
+            if number > num_calls and not self.is_back:
+                return [AWAY] * len(items)
+            return [AWAY if number == 1 and not place else each for place, each in enumerate(outcomes)]
+
+    scorer = Leaving()
+    running = asyncio.create_task(held_out(make_settings, scorer).score(responses(20), asyncio.sleep))
+    await until(lambda: running.done() or len(scorer.calls) > 40 * TRIES)
+    assert not running.done()
+    scorer.is_back = True
+    async with asyncio.timeout(60):
+        assert len(await running) == 20
+
+
 @pytest.mark.parametrize("num_prompts", [3, 100, 1000])
 @pytest.mark.parametrize("bad", [{"1"}, {"0", "2"}])
 async def test_responses_that_are_never_scored_cost_no_others_theirs(
@@ -194,6 +215,32 @@ async def test_responses_that_are_never_scored_cost_no_others_theirs(
     assert [prompts for prompts in scorer.calls if not bad.isdisjoint(prompts)][-1] in [[each] for each in bad]
 
 
+@pytest.mark.parametrize("num_prompts", [8, 200])
+async def test_a_prompt_that_ends_the_scorer_each_time_takes_no_other_along(
+    make_settings: Callable[..., RunSettings], num_prompts: int
+) -> None:
+    class Ending(Scorer):
+        num_ends = 0
+        is_up = True
+
+        async def failure(self, prompts: Sequence[str]) -> Failure | None:
+            if not self.is_up:
+                return AWAY
+            num_ends = self.num_ends
+            if "4" in prompts:
+                self.num_ends, self.is_up = num_ends + 1, False
+                asyncio.get_running_loop().call_later(0.05, self.start)
+            await asyncio.sleep(0.005)
+            return None if self.num_ends == num_ends else AWAY
+
+        def start(self) -> None:
+            self.is_up = True
+
+    async with asyncio.timeout(60):
+        scores = await held_out(make_settings, Ending()).score(responses(num_prompts), asyncio.sleep)
+    assert {id.split("/")[3] for id in scores} == {str(place) for place in range(num_prompts)} - {"4"}
+
+
 async def test_a_response_that_fails_beside_scored_ones_each_time_is_given_up(
     make_settings: Callable[..., RunSettings],
 ) -> None:
@@ -209,24 +256,25 @@ async def test_a_response_that_fails_beside_scored_ones_each_time_is_given_up(
     assert sum("7" in prompts for prompts in scorer.calls) <= 1 + TRIES
 
 
-async def test_what_failed_while_a_scorer_started_again_is_not_given_up_at_once(
+async def test_what_failed_while_a_judge_behind_the_scorer_started_again_is_not_given_up_at_once(
     make_settings: Callable[..., RunSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "APART_S", 60.0)
 
     class Judge(Scorer):
-        num_refused = 0
+        is_back = False
 
         async def score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[Outcome]:
             outcomes = await super().score(items)
-            self.num_refused += 1
-            if self.num_refused > 10 * FEW_CALLS * TRIES:
-                return outcomes
-            first = self.num_refused <= FEW_CALLS
-            return [each if first and place % 2 else AWAY for place, each in enumerate(outcomes)]
+            return [each if self.is_back or each.value % 2 else AWAY for each in outcomes if isinstance(each, Score)]
 
+    scorer = Judge()
+    running = asyncio.create_task(held_out(make_settings, scorer).score(responses(200), asyncio.sleep))
+    await until(lambda: running.done() or len(scorer.calls) > 100 * TRIES)
+    assert not running.done()
+    scorer.is_back = True
     async with asyncio.timeout(60):
-        assert len(await held_out(make_settings, Judge()).score(responses(200), asyncio.sleep)) == 200
+        assert len(await running) == 200
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "failed"])
@@ -328,21 +376,21 @@ async def test_the_loop_goes_on_while_the_items_of_a_large_set_are_made(
     assert looks_when_scored[0] > 5
 
 
-def test_one_call_of_twice_the_items_is_tried_and_only_a_full_one_that_was_sure_raises_the_others() -> None:
+def test_full_calls_that_are_sure_raise_the_size_and_calls_that_fail_together_halve_it_once() -> None:
     size = CallSize(60.0)
-    start = size.begin()
-    for _ in range(FEW_CALLS):
-        size.end(start, start, 1.0, is_whole=True)
-    assert (size.begin(), size.begin()) == (2 * start, start)
-    size.end(2 * start, start, 1.0, is_whole=True)
-    assert size.most == start, "it was not full"
-    assert size.begin() == 2 * start
-    size.end(2 * start, 2 * start, 40.0, is_whole=True)
-    assert size.most == start, "twice as many would be late"
-    for _ in range(FEW_CALLS):
-        size.end(start, start, 1.0, is_whole=True)
-    size.end(size.begin(), 2 * start, 1.0, is_whole=True)
-    assert (size.most, size.begin(), size.begin()) == (2 * start, 4 * start, 2 * start)
-    size.was_too_large(2 * start)
-    size.was_too_large(2 * start)
-    assert size.most == start, "calls that are late together tell one thing"
+    start = size.most
+    for num_items, seconds in ((start, 1.0), (start // 2, 1.0), (start, 40.0), (start, 1.0)):
+        for _ in range(FEW_CALLS - 1):
+            size.was_answered(num_items, seconds)
+            assert size.most == start, "too few, too small or too late"
+    size.was_answered(start, 1.0)
+    assert size.most == 2 * start
+    size.was_silent(2 * start)
+    size.was_silent(2 * start)
+    assert size.most == start
+    for _ in range(10):
+        size.was_silent(size.most)
+    assert size.most == 1
+    for _ in range(10 * FEW_CALLS):
+        size.was_answered(size.most, 1.0)
+    assert size.most == SCORE_CHUNK

@@ -36,8 +36,6 @@ TRIES = 3
 """Most times that it counts against a prompt's responses that they are not scored while others are."""
 APART_S = 20.0
 """Least time between two of these: a scorer that starts again fails several times, which is no fault of theirs."""
-SHRINKS = 16
-"""Factor by which a call that they are in is smaller after each, so that they are alone at the last."""
 PAUSE_S = 2.0
 """Pause before items are scored again whose scorer was away."""
 
@@ -51,47 +49,39 @@ class _Unscored:
     num_failed: int = 0
     """Times that it counted against them that they were not scored."""
     failed_at: float = math.inf
-    """When they failed first; of a call in which others were scored, when it began."""
-    counted_at: float = math.inf
-    """When they failed first, or it counted last."""
+    """When it counted last, or they failed first (monotonic)."""
+
+    @property
+    def is_last_try(self) -> bool:
+        """Whether they are given up when it counts once more."""
+        return self.num_failed == TRIES - 1
 
 
 class CallSize:
-    """The size of calls that a scorer answers in time. It starts with few items, and what was late is halved. Once
-    FEW_CALLS in a row were answered long before their deadline, one call goes with twice as many, and when that one is
-    answered so, too, the others follow.
+    """The most items of a call: half as many after one that gave no scores, twice as many once FEW_CALLS in a row were
+    answered long before their deadline.
     """
 
-    def __init__(self, timeout_s: float, most: int = SCORE_CHUNK // FEW_CALLS) -> None:
+    def __init__(self, timeout_s: float) -> None:
         """`timeout_s` is the deadline of a call."""
-        self.most = most
-        """Items of a call."""
+        self.most = SCORE_CHUNK // FEW_CALLS
         self._timeout_s = timeout_s
         self._num_sure = 0
-        self._tried = 0
-        """Items of the call under way that has twice as many; 0: there is none."""
 
-    def begin(self) -> int:
-        """Returns the most items of the next call."""
-        if self._num_sure < FEW_CALLS or self._tried or 2 * self.most > SCORE_CHUNK:
-            return self.most
-        self._tried = 2 * self.most
-        return self._tried
+    def was_silent(self, most: int) -> None:
+        """Notes that a call of at most `most` items gave no scores. Those that fail together tell one thing."""
+        self.most = max(1, min(self.most, most // 2))
+        self._num_sure = 0
 
-    def end(self, most: int, num_items: int, seconds: float, *, is_whole: bool) -> None:
-        """Notes that a call begun with `most` ended after `seconds`. is_whole: all of its `num_items` have an answer
-        that is to stand.
-        """
-        is_sure = is_whole and seconds <= SURE * self._timeout_s
-        self._num_sure = self._num_sure + 1 if is_sure else 0
-        if most == self._tried:
-            self._tried = 0
-            if is_sure and most == 2 * self.most and num_items > self.most:
-                self.most = most
-
-    def was_too_large(self, num_items: int) -> None:
-        """Notes that a call of `num_items` was late."""
-        self.most = max(1, min(self.most, num_items // 2))
+    def was_answered(self, num_items: int, seconds: float) -> None:
+        """Notes that each of a call's `num_items` was given what is to stand, after `seconds`."""
+        if seconds > SURE * self._timeout_s:
+            self._num_sure = 0
+        elif 2 * num_items > self.most:  # fewer say nothing of more
+            self._num_sure += 1
+        if self._num_sure == FEW_CALLS:
+            self.most = min(2 * self.most, SCORE_CHUNK)
+            self._num_sure = 0
 
 
 class _Waiting:
@@ -100,23 +90,28 @@ class _Waiting:
     def __init__(self, left: Sequence[_Unscored]) -> None:
         self.scored: dict[str, Score] = {}
         self.left = deque(left)
-        self.num_left = len(left)
-        """Prompts without scores, those in calls under way among them."""
-        self.num_silent = 0
-        """Calls, each begun after the one before, that gave no score since one gave some."""
-        self._share = math.ceil(sum(len(each.items) for each in left) / FEW_CALLS)
-        self._answered_at = -math.inf
-        """When the newest call began that gave scores."""
+        self.share = math.ceil(sum(len(each.items) for each in left) / FEW_CALLS)
+        """Items of a call where the set is small."""
+        self.is_silent = False
+        """Whether the call that ended last gave no scores."""
+        self.witness: _Unscored | None = None
+        """A prompt that is done. It is asked again where only prompts are left that failed."""
+        self._is_last_try = False
+        """Whether the newest call is a prompt's last."""
+
+    @property
+    def most_calls(self) -> int:
+        """The most calls under way, once another is begun."""
+        return 1 if self.is_silent or self._is_last_try or self.left[0].is_last_try else FEW_CALLS
 
     def take(self, most: int) -> list[_Unscored]:
-        """Takes prompts with at most `most` responses, or one of them: fewer than that where the set is small, where
-        nothing is scored at present, and of what failed.
+        """Takes prompts with at most `most` responses, or one of them: of what counts as failed, so that it takes no
+        others along. At the last not even other calls: what ends a scorer ends all that are under way.
         """
-        room = (min(most, self._share) >> self.num_silent) // SHRINKS ** self.left[0].num_failed
-        taken, num_bytes = [self.left.popleft()], CALL_BYTES
-        room -= len(taken[0].items)
-        num_bytes -= taken[0].num_bytes
-        while self.left and self.left[0].num_failed == taken[0].num_failed:
+        taken = [self.left.popleft()]
+        self._is_last_try = taken[0].is_last_try
+        room, num_bytes = most - len(taken[0].items), CALL_BYTES - taken[0].num_bytes
+        while self.left and not taken[0].num_failed and not self.left[0].num_failed:
             room -= len(self.left[0].items)
             num_bytes -= self.left[0].num_bytes
             if min(room, num_bytes) < 0:
@@ -124,30 +119,18 @@ class _Waiting:
             taken.append(self.left.popleft())
         return taken
 
-    def has_scored(self, began: float) -> None:
-        """Notes that a call gave scores, which began at `began` (monotonic)."""
-        self._answered_at = max(self._answered_at, began)
-        self.num_silent = 0
-
-    def was_silent(self, num_silent: int) -> None:
-        """Notes that a call gave none, which began after `num_silent` like it."""
-        self.num_silent = max(self.num_silent, num_silent + 1)
-
-    def to_ask_again(self, away: Sequence[_Unscored], at: float) -> list[_Unscored]:
-        """Notes that prompts have failed, `at` that time; returns those that are to be asked again. At the very end
-        nobody is left who could be scored meanwhile.
+    def to_ask_again(self, failed: Sequence[_Unscored], *, counts: bool) -> list[_Unscored]:
+        """Notes that prompts have failed; returns those that are to be asked again. counts: whether it counts, unless
+        it is their first time.
         """
-        now, is_end = time.monotonic(), bool(self.scored) and self.num_left <= FEW_CALLS
-        again = []
-        for each in away:
-            if (is_end or self._answered_at >= each.failed_at) and now - each.counted_at >= APART_S:
-                each.num_failed, each.counted_at = each.num_failed + 1, now
-            each.failed_at, each.counted_at = min(each.failed_at, at), min(each.counted_at, now)
-            if each.num_failed < TRIES:
-                again.append(each)
-        if given_up := sum(len(each.items) for each in away) - sum(len(each.items) for each in again):
+        now = time.monotonic()
+        for each in failed:
+            if counts and now - each.failed_at >= APART_S:
+                each.num_failed, each.failed_at = each.num_failed + 1, now
+            each.failed_at = min(each.failed_at, now)
+        again = [each for each in failed if each.num_failed < TRIES]
+        if given_up := sum(len(each.items) for each in failed) - sum(len(each.items) for each in again):
             logger.warning("%d held-out responses are not scored, though others are", given_up)
-        self.num_left -= len(away) - len(again)
         return again
 
 
@@ -158,9 +141,8 @@ class HeldOutScorer:
 
     def __init__(self, settings: RunSettings, reward: RewardClient) -> None:
         self._shows_images = settings.shows_images
-        self._timeout_s = settings.reward.timeout_s
         self._reward = reward
-        self._size = CallSize(self._timeout_s)
+        self._size = CallSize(settings.reward.timeout_s)
         self._image_room = ImageRoom(CHUNK_IMAGE_BYTES)
 
     async def score(self, responses: Sequence[Response], wait: Callable[[float], Awaitable[None]]) -> dict[str, Score]:
@@ -170,14 +152,12 @@ class HeldOutScorer:
         """
         shown = {response.answer.meta.id: response for response in responses} if self._shows_images else {}
         waiting = _Waiting(await asyncio.to_thread(_unscored, responses))  # of a large set it takes half a minute
-        self._size = CallSize(self._timeout_s, self._size.most)  # a call of the last set may have been cut short
         running = set[asyncio.Task[None]]()
         async with FirstErrorGroup() as tasks:
             while waiting.left or running:
-                while waiting.left and len(running) < (1 if waiting.num_silent else FEW_CALLS):
-                    most = self._size.begin()
-                    taken = waiting.take(min(most, self._max_items))
-                    running.add(tasks.create_task(self._call(waiting, taken, most, shown, wait)))
+                while waiting.left and len(running) < waiting.most_calls:
+                    most = min(self._size.most, waiting.share, self._max_items)
+                    running.add(tasks.create_task(self._call(waiting, waiting.take(most), most, shown, wait)))
                 # bounded: by the deadlines of the calls, and `wait` by that of the evaluation
                 _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         ids = [response.answer.meta.id for response in responses]
@@ -200,24 +180,35 @@ class HeldOutScorer:
         """Scores what was taken in a call of at most `most` items; who is to be asked again waits with the others then.
         `shown`: responses by item, in a run that shows images.
         """
-        items, num_silent, began = [item for each in taken for item in each.items], waiting.num_silent, time.monotonic()
+        items, began = [item for each in taken for item in each.items], time.monotonic()
+        was_silent = waiting.is_silent  # then the scorer may be away, which is no fault of theirs
         scored, away = await self._scored(items, shown)
-        num_new, now = len(scored.keys() - waiting.scored.keys()), time.monotonic()
         waiting.scored |= scored
-        self._size.end(most, len(items), now - began, is_whole=not away)
-        if num_new or not away:
-            waiting.has_scored(began)
-        else:
-            waiting.was_silent(num_silent)
-            if not num_silent and now - began >= self._timeout_s:
-                self._size.was_too_large(len(items))
-        failed = [each for each in taken if not away.isdisjoint(item.id for item in each.items)]
-        waiting.num_left -= len(taken) - len(failed)
-        again = waiting.to_ask_again(failed, began if num_new else now)
-        if again:
+        failed = list[_Unscored]()
+        for each in taken:
+            if any(item.id in away for item in each.items):
+                failed.append(each)
+            else:
+                waiting.witness = each
+        if not away:
+            self._size.was_answered(len(items), time.monotonic() - began)
+        waiting.is_silent = bool(away) and not scored
+        if waiting.is_silent and not taken[0].num_failed:
+            self._size.was_silent(most)
+        if again := waiting.to_ask_again(failed, counts=not was_silent):
             logger.debug("%d held-out prompts cannot be scored at present, trying again", len(again))
             await wait(PAUSE_S)
+            if not waiting.left or waiting.left[0].failed_at < math.inf:
+                await self._ask_witness(waiting, shown)
             waiting.left.extend(again)
+
+    async def _ask_witness(self, waiting: _Waiting, shown: Mapping[str, Response]) -> None:
+        """Finds out whether the scorer is there, which all prompts that are left may fail for, by what it answered."""
+        witness, waiting.witness = waiting.witness, None  # one call at a time has an item
+        if witness is not None:
+            _, away = await self._scored(witness.items, shown)
+            waiting.is_silent = bool(away)
+            waiting.witness = waiting.witness or witness
 
     async def _scored(
         self, items: Sequence[reward_pb2.ScoreItem], shown: Mapping[str, Response]
