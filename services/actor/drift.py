@@ -2,7 +2,8 @@
 
 Every rank knows which rollout sampled its rows. Where one engine, or one rank, computes another model than the rest,
 the tokens of that one alone are far apart, and it is named. Only tokens of trajectories sampled with these very weights
-are looked at.
+are looked at. Rounding moves the logprob of a token the less, the surer the policy is of it; so a token counts by how
+unsure it is, and one whose prompts are hard is not far for it.
 """
 
 import json
@@ -15,14 +16,14 @@ import torch
 from rolecall.v1.trajectory_pb2 import RowRef
 
 MIN_TOKENS = 256
-"""Fewest tokens, of one and of all others, whose distances are compared."""
+"""Fewest unsure tokens, of one and of all others, whose distances are compared."""
 MIN_DISTANCE = 1e-3
-"""Mean distance of logprobs below which nobody is told of it."""
+"""Distance of logprobs for each unsure token below which nobody is told of it."""
 FACTOR = 8.0
 """Times as far as all others that one is."""
 
-Distances: TypeAlias = Mapping[str, tuple[float, int]]
-"""Sum of |rollout_logprobs - old_logprobs| and number of tokens, by name."""
+Distances: TypeAlias = Mapping[str, tuple[float, float]]
+"""Sums of |rollout_logprobs - old_logprobs| and of 1 - exp(old_logprobs), the unsure tokens, by name."""
 
 
 @dataclass(frozen=True)
@@ -31,22 +32,23 @@ class Outlier:
 
     name: str
     distance: float
-    """Mean over its tokens."""
+    """Distance for each of its unsure tokens."""
     others: float
-    """Mean over the tokens of all others."""
+    """Distance for each unsure token of all others."""
 
 
-def by_rollout(gaps_N: torch.Tensor, trajectory_N: torch.Tensor, refs: Sequence[RowRef]) -> Distances:
-    """The distances by the rollout that sampled a trajectory. gaps_N [N] of logprobs, of the trajectories numbered in
-    trajectory_N, int64 [N], whose rows are `refs`.
+def by_rollout(
+    old_N: torch.Tensor, rollout_N: torch.Tensor, trajectory_N: torch.Tensor, refs: Sequence[RowRef]
+) -> Distances:
+    """The distances by the rollout that sampled a trajectory. old_N and rollout_N [N] are logprobs of the actor and of
+    the rollouts, of the trajectories numbered in trajectory_N, int64 [N], whose rows are `refs`.
     """
-    sums = gaps_N.new_zeros(len(refs), dtype=torch.float64).index_add_(0, trajectory_N, gaps_N.double().abs())
-    found: dict[str, tuple[float, int]] = {}
-    for ref, total, number in zip(
-        refs, sums.tolist(), trajectory_N.bincount(minlength=len(refs)).tolist(), strict=True
-    ):
+    each_N2 = torch.stack([(old_N - rollout_N).abs(), -torch.expm1(old_N)], 1).double()
+    sums = each_N2.new_zeros(len(refs), 2).index_add_(0, trajectory_N, each_N2).tolist()
+    found: dict[str, tuple[float, float]] = {}
+    for ref, (total, number) in zip(refs, sums, strict=True):
         name = ref.token.rpartition("-")[0]  # the consumer that it was claimed by
-        before = found.get(name, (0.0, 0))
+        before = found.get(name, (0.0, 0.0))
         found[name] = (before[0] + total, before[1] + number)
     return found
 
@@ -61,10 +63,10 @@ def outlier(of_ranks: Sequence[bytes]) -> Outlier | None:
     the one whose distance stands out most: that of a rollout raises a little that of the ranks which train on it.
     """
     told: list[Distances] = [json.loads(each) for each in of_ranks]
-    rollouts: dict[str, tuple[float, int]] = {}
+    rollouts: dict[str, tuple[float, float]] = {}
     for distances in told:
         for name, (total, number) in distances.items():
-            before = rollouts.get(name, (0.0, 0))
+            before = rollouts.get(name, (0.0, 0.0))
             rollouts[name] = (before[0] + total, before[1] + number)
     ranks = {f"rank {rank} of the actor": _sum(each.values()) for rank, each in enumerate(told)}
     found = [*_outliers(rollouts), *_outliers(ranks)]
@@ -82,6 +84,6 @@ def _outliers(distances: Distances) -> list[Outlier]:
     return found
 
 
-def _sum(distances: Iterable[tuple[float, int]]) -> tuple[float, int]:
+def _sum(distances: Iterable[tuple[float, float]]) -> tuple[float, float]:
     sums = list(distances)
     return sum(total for total, _ in sums), sum(number for _, number in sums)

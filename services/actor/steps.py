@@ -86,6 +86,8 @@ class PolicySteps:
         weight = correction.weight if correction is not None else None
         self._normalized = weight if weight is not None and weight.normalize else None
         """The weight that is divided by its mean."""
+        self._named: str | None = None
+        """Who is known to be far from all others."""
         self._looks_first = self._covariance is not None or self._moe is not None
         if isinstance(loss, CustomLoss):
             load(loss)  # not there: known at the start
@@ -147,7 +149,7 @@ class PolicySteps:
         # Without old_logprobs the later ones were seen after an update, and would be off by what it changed.
         compared = share.minibatches[:1] if self._bypass else share.minibatches
         _add_mismatch(context, metrics, compared, len(share.rows), seen.column)
-        _tell_drift(context, compared, share.refs, seen.column, batch.step)
+        self._tell_drift(context, compared, share.refs, seen.column, batch.step)
         if context.group.is_leader:
             metrics.mean("actor/read_s", read_s)
             if self._normalized is not None:
@@ -192,6 +194,36 @@ class PolicySteps:
         return (
             policy if self._moe is None else RouterLosses(policy, self._moe, router_load(context.group, seen), "actor")
         )
+
+    def _tell_drift(
+        self,
+        context: StoreRankContext,
+        minibatches: Sequence[Minibatch],
+        refs: Sequence[RowRef],
+        measured: str,
+        step: int,
+    ) -> None:
+        """Names the rollout or the rank that is far from the actor where all others are near, when that begins. A
+        collective; columns as in _add_mismatch.
+        """
+        microbatches = [each for minibatch in minibatches for each in minibatch.microbatches if each.lengths]
+        own: drift.Distances = {}
+        if microbatches and context.group.is_slot_leader:
+            old_N = torch.cat([each.columns[measured] for each in microbatches])
+            rollout_N = torch.cat([each.columns["rollout_logprobs"] for each in microbatches])
+            pure_N = torch.cat([each.columns[ON_POLICY] & each.score_mask_N for each in microbatches])
+            own = drift.by_rollout(old_N[pure_N], rollout_N[pure_N], _trajectories(microbatches)[pure_N], refs)
+        found = drift.outlier(context.group.gather(drift.encoded(own)))
+        if found is not None and context.group.is_leader and found.name != self._named:
+            logger.warning(
+                "step %d: the logprobs of %s are %.2g off for each token that is unsure, those of all others %.2g: it "
+                "computes another model; look at its log and its device, and start it again",
+                step,
+                found.name,
+                found.distance,
+                found.others,
+            )
+        self._named = found.name if found is not None else None
 
     def _derive(self, step: int, versions: frozenset[int]) -> Derive:
         def derive(row: dict[str, Array], ref: RowRef) -> Mapping[str, Array]:
@@ -333,27 +365,3 @@ def _trajectories(microbatches: Sequence[Microbatch]) -> torch.Tensor:
             for each in microbatches
         ]
     )
-
-
-def _tell_drift(
-    context: StoreRankContext, minibatches: Sequence[Minibatch], refs: Sequence[RowRef], measured: str, step: int
-) -> None:
-    """Names the rollout or the rank that is far from the actor where all others are near. A collective; columns as in
-    _add_mismatch.
-    """
-    microbatches = [each for minibatch in minibatches for each in minibatch.microbatches if each.lengths]
-    own: drift.Distances = {}
-    if microbatches and context.group.is_slot_leader:
-        gaps_N = torch.cat([each.columns[measured] - each.columns["rollout_logprobs"] for each in microbatches])
-        pure_N = torch.cat([each.columns[ON_POLICY] & each.score_mask_N for each in microbatches])
-        own = drift.by_rollout(gaps_N[pure_N], _trajectories(microbatches)[pure_N], refs)
-    found = drift.outlier(context.group.gather(drift.encoded(own)))
-    if found is not None and context.group.is_leader:
-        logger.warning(
-            "step %d: the logprobs of %s are %.2g off on the mean token, those of all others %.2g: it computes another "
-            "model; look at its log and its device, and start it again",
-            step,
-            found.name,
-            found.distance,
-            found.others,
-        )
