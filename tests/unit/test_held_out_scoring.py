@@ -215,6 +215,25 @@ async def test_responses_that_are_never_scored_cost_no_others_theirs(
     assert [prompts for prompts in scorer.calls if not bad.isdisjoint(prompts)][-1] in [[each] for each in bad]
 
 
+async def test_a_prompt_that_fails_each_time_makes_calls_smaller_until_it_counts(
+    make_settings: Callable[..., RunSettings],
+) -> None:
+    class Slow(Scorer):
+        bad = "0"
+
+        async def failure(self, prompts: Sequence[str]) -> Failure | None:
+            await asyncio.sleep(TIMEOUT_S / 2)  # none is so fast that calls grow again
+            return AWAY if self.bad in prompts else None
+
+    scorer = Slow()
+    whole, most = held_out(make_settings, scorer), SCORE_CHUNK // FEW_CALLS
+    assert len(await whole.score(responses(SCORE_CHUNK), asyncio.sleep)) == SCORE_CHUNK - 1
+    scorer.bad = ""
+    scorer.calls.clear()
+    await whole.score(responses(SCORE_CHUNK), asyncio.sleep)
+    assert [len(prompts) for prompts in scorer.calls] == [most // 4] * 4 * FEW_CALLS
+
+
 @pytest.mark.parametrize("num_prompts", [8, 200])
 async def test_a_prompt_that_ends_the_scorer_each_time_takes_no_other_along(
     make_settings: Callable[..., RunSettings], num_prompts: int
