@@ -138,11 +138,11 @@ def name_of(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
-def attends_packed(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether torch has variable-length flash attention there for tensors of `dtype` whose heads are `head_size`
-    wide.
+def attends_packed(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has variable-length flash attention there for tensors of `dtype`, whose heads are no wider than
+    FLASH_HEAD_SIZE.
     """
-    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and head_size <= FLASH_HEAD_SIZE
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
 def groups_heads(device: torch.device) -> bool:

@@ -1,5 +1,6 @@
 """Packed attention against one sequence at a time."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -142,14 +143,25 @@ def test_heads_that_flash_attention_takes_as_they_are_are_not_copied() -> None:
     assert [x.data_ptr() for x in taken] == [x.data_ptr() for x in given]
 
 
-def test_which_kernel_computes_depends_on_device_dtype_and_width() -> None:
+def test_which_kernel_computes_depends_on_device_and_dtype() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert attends_packed(cuda, torch.bfloat16, head_size=256)
-    assert not attends_packed(cuda, torch.bfloat16, head_size=257)
-    assert not attends_packed(cuda, torch.float32, head_size=128)
-    assert not attends_packed(cpu, torch.bfloat16, head_size=128)
+    assert attends_packed(cuda, torch.bfloat16)
+    assert not attends_packed(cuda, torch.float32)
+    assert not attends_packed(cpu, torch.bfloat16)
     assert groups_heads(cpu)
     assert not groups_heads(cuda), "its kernels without a matrix of all scores group no heads in float32"
+
+
+def test_a_layer_whose_heads_are_too_wide_for_flash_attention_takes_the_buckets_beside_others_that_do_not() -> None:
+    wide, narrow, lengths = random_qkv(20, size=264), random_qkv(20), [3, 12, 5]
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    plan = replace(plan_attention(lengths, cu_seqlens, torch.float32, head_size=264), flash=True)
+    query, key, value = wide
+    ours = packed_attention(MODULE, query, key, value, None, packed=plan)[0]
+    torch.testing.assert_close(ours, oracle(wide, [0, *np.cumsum(lengths)]), rtol=1e-4, atol=1e-5)
+    query, key, value = narrow
+    with pytest.raises(NotImplementedError, match="_flash_attention_forward"):  # as on every CPU
+        packed_attention(MODULE, query, key, value, None, packed=plan)
 
 
 def test_grouped_heads_are_asked_for_only_where_the_kernel_has_them() -> None:
@@ -246,6 +258,22 @@ def test_a_soft_cap_means_the_same_however_few_queries_are_taken_at_a_time(windo
     same_with_gradients(ours, capped_oracle(qkv, [0, 12], window, 0.7), qkv)
 
 
+def test_backward_of_a_soft_cap_keeps_nothing_that_grows_with_the_square_of_the_length() -> None:
+    query, key, value = random_qkv(64, heads=2, kv_heads=2)
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attend_with_cap(query, key, value, None, None, 0.7, max_scores=2 * 64 * 8)
+    assert kept
+    assert {each.untyped_storage().data_ptr() for each in kept} <= {
+        x.untyped_storage().data_ptr() for x in (query, key, value)
+    }
+
+
 @pytest.mark.parametrize("extra", [{"dropout": 0.1}, {"softcap": 30.0}])
 def test_what_packed_attention_does_not_have_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -289,6 +317,20 @@ def test_attention_with_sinks_on_a_gpu_agrees_with_one_sequence_at_a_time(
     grads = torch.autograd.grad((out.float() * mixture.cuda()).sum(), ours)
     for mine, reference in zip(grads, torch.autograd.grad((wanted * mixture).sum(), theirs), strict=True):
         torch.testing.assert_close(mine.cpu().float(), reference, rtol=rtol, atol=atol)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 320])
+def test_layers_of_narrow_and_wide_heads_on_a_gpu_attend_by_one_plan(size: int) -> None:
+    lengths = [3, 40, 17]
+    given = [x.detach() for x in random_qkv(60, size=size)]
+    query, key, value = (x.cuda().bfloat16() for x in given)
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
+    plan = plan_attention(lengths, cu_seqlens, torch.bfloat16, head_size=320)
+    assert plan.flash
+    out = packed_attention(MODULE, query, key, value, None, packed=plan, sliding_window=7)[0]
+    wanted = oracle([x.bfloat16().float() for x in given], [0, *np.cumsum(lengths)], 7)
+    torch.testing.assert_close(out.cpu().float(), wanted, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu

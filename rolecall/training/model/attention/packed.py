@@ -1,10 +1,11 @@
 """Attention over packed sequences, registered with transformers as `rolecall_packed`: never a T x T mask over the pack.
 
-Two ways, chosen by device and dtype, same numbers: on GPUs in half precision torch's variable-length flash attention
-over cu_seqlens; otherwise scaled_dot_product_attention over buckets of sequences of similar length, padded on the right
-inside the bucket only (a causal query never sees padding on its right, so no mask is needed). Many short sequences then
-cost one call, one long sequence costs no padding. Where sequences share their beginnings (prefixes.py), each still
-attends as a whole, and of what is computed more than once the first is taken.
+Two ways, chosen by device, dtype and a layer's heads, same numbers: on GPUs in half precision torch's variable-length
+flash attention over cu_seqlens, but for wide heads (Gemma 4 has both); otherwise scaled_dot_product_attention over
+buckets of sequences of similar length, padded on the right inside the bucket only (a causal query never sees padding on
+its right, so no mask is needed). Many short sequences then cost one call, one long sequence costs no padding. Where
+sequences share their beginnings (prefixes.py), each still attends as a whole, and of what is computed more than once
+the first is taken.
 
 What the kernels of a device take is given to them: flash attention one head size, a multiple of 8, so the smaller of
 keys' and values' (latent attention) is padded with zeros; SDPA's kernels without an L x L matrix on GPUs as many key
@@ -41,7 +42,7 @@ from rolecall.training.model.attention.soft_caps import attend_with_cap
 from rolecall.training.model.prefixes import SharedPrefixes
 from rolecall.training.model.router_replay import Routes
 from rolecall.training.model.sequence_parallel import SequenceShare
-from rolecall.training.ranks.device import attends_packed, groups_heads
+from rolecall.training.ranks.device import FLASH_HEAD_SIZE, attends_packed, groups_heads
 
 NAME = "rolecall_packed"
 """Pass as attn_implementation."""
@@ -79,7 +80,7 @@ class PackedPlan:
     """Empty where the flash path is used and no layer takes buckets."""
     num_tokens: int
     flash: bool
-    """Whether attention takes the flash path; else the buckets."""
+    """Whether layers take the flash path where their heads are not too wide for it; else the buckets."""
     sequence: SequenceShare | None = None
     """The ranks that share the tokens; None: this rank computes all of them."""
     prefixes: SharedPrefixes | None = None
@@ -138,12 +139,13 @@ def plan_attention(
     causal: bool = True,
 ) -> PackedPlan:
     """The plan for sequences of these lengths (at least one) on cu_seqlens' device, computing in `dtype`, heads at most
-    `head_size` wide; `takes_buckets`: of a model with layers that do. Not `causal`: only sequences of one length share
-    a bucket.
+    `head_size` wide; `takes_buckets`: of a model with layers that do, whatever their width. Not `causal`: only
+    sequences of one length share a bucket.
 
     `plain` is for short sequences only: it makes the whole matrix of scores.
     """
-    flash = attends_packed(cu_seqlens.device, dtype, head_size) and not plain
+    flash = attends_packed(cu_seqlens.device, dtype) and not plain
+    takes_buckets |= head_size > FLASH_HEAD_SIZE
     ratio = PADDING_RATIO if causal else 1.0
     buckets = () if flash and not takes_buckets else _buckets(lengths, cu_seqlens.device, ratio)
     return PackedPlan(cu_seqlens, max(lengths), buckets, sum(lengths), flash, sequence, prefixes, plain, causal)
@@ -242,7 +244,8 @@ def attend_packed(
     """
     if cap is not None:
         return _capped_attention(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window, cap)
-    attend = _flash if packed.flash else _padded_attention
+    is_wide = max(key_NKD.shape[2], value_NKE.shape[2]) > FLASH_HEAD_SIZE
+    attend = _flash if packed.flash and not is_wide else _padded_attention
     return attend(query_NHD, key_NKD, value_NKE, packed, scaling, sliding_window, sinks_H)
 
 

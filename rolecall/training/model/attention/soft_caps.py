@@ -35,12 +35,8 @@ def attend_with_cap(
     for start in range(0, length, step):
         end, first = min(start + step, length), max(0, start - window + 1)
         query, key, value = query_bHLD[:, :, start:end], key_bHLD[:, :, first:end], value_bHLE[:, :, first:end]
-        distance_lS = torch.arange(start, end, device=query.device)[:, None] - torch.arange(
-            first, end, device=query.device
-        )
-        hidden_lS = (distance_lS < 0) | (distance_lS >= window)
         outputs.append(
-            checkpoint(_attend, query, key, value, hidden_lS, scale, cap, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(_attend, query, key, value, window, scale, cap, use_reentrant=False, preserve_rng_state=False)
         )
     return torch.cat(outputs, 2)
 
@@ -49,10 +45,15 @@ def _attend(
     query_bHlD: torch.Tensor,
     key_bHSD: torch.Tensor,
     value_bHSE: torch.Tensor,
-    hidden_lS: torch.Tensor,
+    window: int,
     scale: float,
     cap: float,
 ) -> torch.Tensor:
+    """[b, H, l, E]: the queries are of the last l of the S tokens."""
+    num_queries, num_keys = query_bHlD.shape[2], key_bHSD.shape[2]
+    token_S = torch.arange(num_keys, device=query_bHlD.device)
+    distance_lS = token_S[num_keys - num_queries :, None] - token_S
+    hidden_lS = (distance_lS < 0) | (distance_lS >= window)
     scores_bHlS = query_bHlD @ key_bHSD.transpose(-1, -2)
     scores_bHlS = scores_bHlS.to(torch.promote_types(scores_bHlS.dtype, torch.float32)) * (scale / cap)
     scores_bHlS = (scores_bHlS.tanh() * cap).masked_fill(hidden_lS, -torch.inf)
