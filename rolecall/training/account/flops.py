@@ -116,7 +116,7 @@ class ModelFlops:
     update: CostModel
     """Forward and backward."""
     head_size: int
-    """Width of the widest head of keys or values: which attention kernels take the model depends on it."""
+    """Width of the widest head of keys or values: which attention kernels take its layer depends on it."""
     tower_forward: TowerCost = TowerCost()
     """What images cost beside the tokens that show them, in a pass without gradients."""
     tower_update: TowerCost = TowerCost()

@@ -53,9 +53,9 @@ class ParameterFiles:
         """
         files, path = self._files, self._path
         if name in files and self._conversion.is_turned(name) and files.shape(name) != tuple(shape):
-            experts, inputs, outputs = box.slices
+            experts, rows, columns = box.slices
             _check_shape(path, name, files.shape(name), (shape[0], shape[2], shape[1]))
-            part = files.part(name, (experts, outputs, inputs)).transpose(1, 2)
+            part = files.part(name, (experts, columns, rows)).transpose(1, 2)
         elif name in files:
             _check_shape(path, name, files.shape(name), shape)
             part = files.part(name, box.slices)

@@ -1,8 +1,8 @@
 """The conditions for training a model packed, with logprobs computed from its head alone: refusals on the meta device,
 before a weight is read.
 
-What JSON tells is rolecall/data/model/files.py's; that every layer attends by the attention interface is seen by the
-trace of flops.py.
+What JSON tells is rolecall/data/model/trainable.py's; that every layer attends by the attention interface is seen by
+the trace of flops.py.
 """
 
 from typing import Any
