@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from torch._dynamo.utils import counters
 
 from rolecall.settings import LoraSection, OptimizerSection
+from rolecall.training.engine import TokenOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import EngineOptions
@@ -22,6 +23,7 @@ from rolecall.training.packing.pack import local_counts, pack
 from tests import vision_rig
 from tests.conftest import MakeSettings
 from tests.integration.fsdp_ranks import make_rows, train_step
+from tests.tiny_gemma import write_gemma4
 from tests.tiny_models import VisionFamily, write_gpt_oss, write_qwen3, write_qwen3_moe, write_vision
 
 pytestmark = [
@@ -115,6 +117,28 @@ def test_all_layers_and_all_lengths_share_their_graphs(models: dict[str, Path]) 
     for num_rows in (1, 3, 5):
         engine.forward([pack(make_rows(num_rows, seed=num_rows), [], temperature=0.7, device=engine.device)])
     assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+@pytest.mark.thorough("test_all_layers_and_all_lengths_share_their_graphs")
+def test_layers_of_many_kinds_are_all_compiled_and_recomputed_by_the_same_graphs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Gemma 4 attend within windows or not, keep keys and values for later layers, read them, or neither."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # kernels would take a minute
+    path, packed = write_gemma4(tmp_path), pack(make_rows(5), [], temperature=0.7, device=torch.device("cpu"))
+    results = []
+    for is_compiled in (False, True):
+        engine = make_engine(path, gradient_checkpointing=True, torch_compile=is_compiled)
+        with caplog.at_level(logging.WARNING, "torch._dynamo"):
+            (outputs,) = engine.forward([packed])
+            assert isinstance(outputs, TokenOutputs)
+            results.append((outputs.logprobs_N, trained(engine)))
+    assert counters["stats"]["unique_graphs"] > 8
+    assert not caplog.records, "a graph could not be compiled"
+    (before, steps), (compiled, compiled_steps) = results
+    torch.testing.assert_close(compiled, before, rtol=0, atol=1e-5)
+    for ours, theirs in zip(compiled_steps, steps, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
 
 
 def test_experts_with_adapters_are_left_out_of_the_graphs(

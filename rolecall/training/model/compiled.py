@@ -5,8 +5,9 @@ rotations, activations, residuals) becomes few kernels, and less of it is kept f
     with compiling():
         ...                       # a pass, forward or backward, which compiles what is not yet
 
-Attention stays as it is, so a layer is two graphs. All dense layers share them, whatever the number of tokens. They are
-made in the first passes of each kind (with gradients or without, adapters on or off), which takes tens of seconds.
+Attention stays as it is, so a layer is two graphs. All layers of one kind share them, whatever the number of tokens.
+They are made in the first passes of each kind (with gradients or without, adapters on or off), which takes tens of
+seconds.
 """
 
 import os
@@ -23,6 +24,10 @@ from rolecall.training.model.packed_model import PackedModel, language_layers
 
 MAX_COMPILERS = 8
 """Most processes of one rank that compile kernels beside each other."""
+MAX_GRAPHS = 32
+"""Most graphs of one piece of a layer, by kinds of layers and of passes: of Gemma 4, 12; torch's own bound is 8. Beyond
+it layers are computed as before, and one of which forward had a graph ends in an error where backward has none.
+"""
 
 
 def compile_layers(model: PackedModel) -> None:
@@ -45,7 +50,7 @@ def compiling() -> Iterator[None]:
     compilers = min(MAX_COMPILERS, len(os.sched_getaffinity(0)))
     with (
         # Else a layer's numbers (an adapter's scale) are tensors on the host, computed by kernels in C++.
-        torch._dynamo.config.patch(suppress_errors=True, specialize_float=True),
+        torch._dynamo.config.patch(suppress_errors=True, specialize_float=True, recompile_limit=MAX_GRAPHS),
         torch._inductor.config.patch(compile_threads=compilers, fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
