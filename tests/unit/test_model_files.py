@@ -311,6 +311,20 @@ def test_a_stablelm_of_which_vllm_leaves_something_out_is_refused(config: Path) 
     assert problems(config, "rollout.num_replicas=1") == []
 
 
+@pytest.mark.parametrize(
+    "layers", [{}, {"layer_types": ["full_attention", "sliding_attention"]}], ids=["rule", "types"]
+)
+def test_a_qwen_of_which_some_layers_alone_have_a_window_is_refused(config: Path, layers: dict[str, Any]) -> None:
+    windows = {"model_type": "qwen2", "num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 8}
+    edit("config.json", **windows, **layers, max_window_layers=1)(config.parent / "model")
+    (told,) = problems(config, "rollout.num_replicas=1")
+    assert "vLLM takes no qwen2 whose layers attend within a window in part (from max_window_layers 1 of 2 on" in told
+    assert problems(config, "rollout.num_replicas=0") == []
+    for first in (0, 2) if not layers else (2,):
+        edit("config.json", max_window_layers=first)(config.parent / "model")
+        assert problems(config, "rollout.num_replicas=1") == []
+
+
 def told_by_check(config: Path, *overrides: str) -> str:
     told = io.StringIO()
     assert find_problems(load_settings(config, list(overrides)), told) == []

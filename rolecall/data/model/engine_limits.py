@@ -47,6 +47,9 @@ _ALL_FULL_ATTENTION = (
 )
 """Values of model_type whose every layer attends to all tokens before, unless use_sliding_window says otherwise."""
 
+_OF_QWEN = ("qwen2", "qwen2_5_vl_text", "qwen3")
+"""Values of model_type that vLLM computes by its Qwen 2."""
+
 
 def engine_tokens(settings: RunSettings) -> int:
     """Tokens of the longest sequence that the rollouts' engines take: their max_model_len."""
@@ -61,6 +64,7 @@ def check_engine(settings: RunSettings) -> None:
     _check_images(settings.model.path)
     _check_gpt_oss(settings.model.path, "model.path")
     _check_stablelm(settings.model.path, "model.path")
+    _check_windows(settings.model.path, "model.path")
     if settings.published_adapters is not None:
         _check_adapters(settings.model.path)
     if settings.rollout.devices:
@@ -75,6 +79,7 @@ def check_server(section: ModelServer, path: Path, setting: str) -> None:
     _check_split(path, section.tensor_parallel_size, setting)
     _check_gpt_oss(path, f"{setting}.model")
     _check_stablelm(path, f"{setting}.model")
+    _check_windows(path, f"{setting}.model")
     if not section.devices:
         _check_cpu_attention(path, section.engine.get("block_size"), f"{setting}.model", setting)
 
@@ -169,6 +174,22 @@ def _check_stablelm(path: Path, model: str) -> None:
         raise ConfigError(
             f"{model} {path}: vLLM computes a stablelm without {' and '.join(left_out)} of config.json; use a model "
             "that has neither, as StableLM 2 1.6B"
+        )
+
+
+def _check_windows(path: Path, model: str) -> None:
+    """ConfigError when the model at `path`, which `model` names, is a Qwen of which some layers alone attend within a
+    window: vLLM's code ends at that.
+    """
+    text = text_config(path)
+    num_layers, first = text.get("num_hidden_layers", 0), text.get("max_window_layers", 28)  # transformers' default
+    has_windows = bool(text.get("use_sliding_window")) and isinstance(first, int)
+    by_rule = {has_windows and layer >= first for layer in range(num_layers)}
+    if text.get("model_type") in _OF_QWEN and len(set(text.get("layer_types") or by_rule)) > 1 and first != num_layers:
+        raise ConfigError(
+            f"{model} {path}: vLLM takes no {text['model_type']} whose layers attend within a window in part (from "
+            f"max_window_layers {first} of {num_layers} on, or layer_types, of config.json); use a model whose layers "
+            "attend alike"
         )
 
 
