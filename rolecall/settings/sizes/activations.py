@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_DENSE = ("llama", "mistral", "qwen2", "seed_oss", "qwen3")
+_DENSE = ("llama", "mistral", "qwen2", "seed_oss", "qwen3", "phi3", "granite", "smollm3", "glm4", "gemma3_text")
 _ROUTED_IN_FLOAT32 = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Values of model_type of mixtures whose routers read float32."""
 _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", *_ROUTED_IN_FLOAT32)
@@ -56,15 +56,25 @@ def activations(path: Path, num_bytes: int, num_tensor: int = 1) -> Activations 
 
 def _of(text: dict[str, Any], size: int, num_tensor: int) -> Activations:
     hidden = text["hidden_size"]
-    norm = 4 + 2 * size  # of each number: normalized in float32, rounded, and multiplied by the weight
     shared = _attention(text, size) + _feed_forward(text, size)
     return Activations(
         num_layers=text["num_hidden_layers"],
         layer_input=size * hidden,
-        layer=2 * norm * hidden + shared / num_tensor,
-        ends=(norm + 2 * size) * hidden,
+        layer=_norms(text, size) * hidden + shared / num_tensor,
+        ends=(4 + 4 * size) * hidden,
         attended=4 * text["num_attention_heads"] * _head_dim(text) * text["num_hidden_layers"],
     )
+
+
+def _norms(text: dict[str, Any], size: int) -> int:
+    """Bytes of a layer's norms, of each number of a hidden state."""
+    match text["model_type"]:
+        case "gemma3_text":  # four, each all in float32; what two of them give is a matrix's input
+            return 4 * 8 + 2 * size
+        case "glm4":  # two more, behind matrices
+            return 2 * (4 + 2 * size) + 2 * (4 + size)
+        case _:  # normalized in float32, rounded, and multiplied by the weight
+            return 2 * (4 + 2 * size)
 
 
 def _attention(text: dict[str, Any], size: int) -> float:
@@ -74,9 +84,14 @@ def _attention(text: dict[str, Any], size: int) -> float:
         ranks = (text.get("q_lora_rank") or 0) + text["kv_lora_rank"]
         return float(4 * heads * head_dim * size + (4 + 2 * size) * ranks)
     keys = text.get("num_key_value_heads") or heads
-    has_norms = text["model_type"] in _NORMED_HEADS or text.get("use_qk_norm")
-    normed = (4 + size) * (heads + keys) * head_dim if has_norms else 0
-    return float(2 * (heads + keys) * head_dim * size + 4 * heads + normed)
+    beside = 0  # of each number of queries and keys
+    if text["model_type"] in _NORMED_HEADS or text.get("use_qk_norm"):
+        beside = 4 + size
+    elif text["model_type"] == "gemma3_text":
+        beside = 8
+    elif text["model_type"] == "phi3":  # values are a part of what one product made, which stays whole
+        beside = size
+    return float((2 * size + beside) * (heads + keys) * head_dim + 4 * heads)
 
 
 def _head_dim(text: dict[str, Any]) -> int:

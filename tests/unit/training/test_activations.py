@@ -9,17 +9,22 @@ import torch
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma3TextConfig,
+    Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
+    SmolLM3Config,
 )
 
 from rolecall.settings.sizes.activations import activations
@@ -60,6 +65,11 @@ MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "glm4_moe": (Glm4MoeConfig, SHAPE | EXPERTS | GLM | BY_SIGMOID),
     "mistral": (MistralConfig, SHAPE),
     "seed_oss": (SeedOssConfig, SHAPE | {"head_dim": 32}),
+    "phi3": (Phi3Config, SHAPE | {"pad_token_id": 0}),
+    "granite": (GraniteConfig, SHAPE),
+    "smollm3": (SmolLM3Config, SHAPE | {"pad_token_id": 0}),
+    "glm4": (Glm4Config, SHAPE | {"head_dim": 32, "pad_token_id": 0}),
+    "gemma3_text": (Gemma3TextConfig, SHAPE | {"head_dim": 32}),
     "mixtral": (MixtralConfig, SHAPE | {"num_local_experts": 4, "intermediate_size": 48}),
     "qwen2_moe": (Qwen2MoeConfig, SHAPE | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 96}),
 }
