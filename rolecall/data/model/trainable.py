@@ -47,6 +47,31 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
             f"{where}: the installed transformers knows no model_type {kind!r} of config.json; correct it, or use "
             "another model"
         )
+    _check_family(config, where)
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+        remedy = _DEQUANTIZED if method == "mxfp4" else "use the model in bfloat16 or float32"
+        raise ConfigError(f"{where} is quantized ({method}), and quantized weights cannot be trained; {remedy}")
+    layers = set(map(str, text.get("layer_types") or ["unnamed"]))
+    if _keeps_state(kind) and not has_recurrent_layers(text) and not layers <= ATTENTION_LAYERS:
+        raise ConfigError(
+            f"{where} is of model_type {kind!r}, which keeps a state from token to token, and packed sequences would "
+            "hand it on to each other; use a model with attention, or with gated delta rules, in every layer"
+        )
+    _check_caps(text, where)
+    if text.get("use_bidirectional_attention") in (True, "all"):
+        raise ConfigError(
+            f"{where} has tokens see what comes behind them (use_bidirectional_attention of config.json), which a "
+            "language model must not; use a causal language model"
+        )
+    check_rope(text, where)
+    _check_heads(text, where)
+
+
+def _check_family(config: dict[str, Any], where: str) -> None:
+    """ConfigError when models of the type of the model `where` are not trained here, or not as it is published."""
+    text, kind = text_of(config), config.get("model_type")
     if config.get("is_encoder_decoder"):
         raise ConfigError(f"{where} is an encoder-decoder model; use a causal language model")
     if kind in _SAVED_ALONE:
@@ -71,25 +96,11 @@ def check_trainable(path: Path, setting: str = "model.path") -> None:
             f"{where}: its experts' matrices are square (hidden_size {hidden}, moe_intermediate_size {width} of "
             "config.json), so that it cannot be told which way round its files have them; use another model"
         )
-    quantization = config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        remedy = _DEQUANTIZED if method == "mxfp4" else "use the model in bfloat16 or float32"
-        raise ConfigError(f"{where} is quantized ({method}), and quantized weights cannot be trained; {remedy}")
-    layers = set(map(str, text.get("layer_types") or ["unnamed"]))
-    if _keeps_state(kind) and not has_recurrent_layers(text) and not layers <= ATTENTION_LAYERS:
-        raise ConfigError(
-            f"{where} is of model_type {kind!r}, which keeps a state from token to token, and packed sequences would "
-            "hand it on to each other; use a model with attention, or with gated delta rules, in every layer"
-        )
-    _check_caps(text, where)
-    if text.get("use_bidirectional_attention") in (True, "all"):
-        raise ConfigError(
-            f"{where} has tokens see what comes behind them (use_bidirectional_attention of config.json), which a "
-            "language model must not; use a causal language model"
-        )
-    check_rope(text, where)
-    heads, keys = (text.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+
+
+def _check_heads(text: dict[str, Any], where: str) -> None:
+    """ConfigError when the heads of the model `where` do not divide what they share."""
+    heads, keys, hidden = (text.get(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     if isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
         raise ConfigError(
             f"{where}: config.json has num_attention_heads {heads}, not a multiple of num_key_value_heads {keys}; "
