@@ -1,5 +1,5 @@
 """How long a publish takes to reach every receiver of a large fleet, by topology: a simulation, `python -m
-benchmarks.topology`; with `--wires` held to real Gloo over slow wires (topology_wires.py). See README.md.
+benchmarks.topology`; topology_wires.py holds it to real Gloo over slow wires. See README.md.
 
 Three ways. `star`: rank 0 sends to each receiver. `tree`: the binomial tree of Gloo's broadcast, in which a rank passes
 a bucket on once it has all of it, to all its children at a time; rank 0 has ceil(log2(ranks)) of them. `chain`: from
@@ -217,14 +217,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--receivers", type=int, nargs="+", default=list(RECEIVERS))
-    parser.add_argument("--wires", action="store_true", help="real Gloo over slow wires instead, beside the simulation")
     parser.add_argument("--quick", action="store_true", help="at most 16 receivers: does it still run?")
     words = parser.parse_args()
-    if words.wires:
-        from benchmarks.topology_wires import measure  # imports torch
-
-        measure()
-        return
     receivers = [count for count in words.receivers if count <= 16] if words.quick else words.receivers
     seconds_tables(receivers)
     hosts_table(receivers)

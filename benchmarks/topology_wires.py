@@ -1,6 +1,6 @@
 """Real Gloo over slow wires, beside the simulation of topology.py: each host is a network namespace whose cable to a
 switch, a bridge in one more namespace, `tc tbf` slows down in both directions. It also counts how often each byte left
-a host.
+a host. `python -m benchmarks.topology_wires`, as root.
 """
 
 import contextlib
@@ -116,7 +116,7 @@ def one_case(fleet: Fleet) -> tuple[float, list[float]]:
         return formed.publish_s, [(end - begin) / per_byte for begin, end in zip(before, after, strict=True)]
 
 
-def measure() -> None:
+def main() -> None:
     """Prints a row for each of CASES."""
     torch.set_num_threads(1)
     print(*describe(), f"torch {torch.__version__}", Path(__file__).name, sep="\n")
@@ -130,3 +130,7 @@ def measure() -> None:
         first, busiest = copies(fleet)
         print(f"| {fleet.num_receivers} | {fleet.per_host} | {slow} | {seconds:.1f} | {simulated:.1f} | ", end="")
         print(f"{counted[0]:.2f}, {max(counted[1:]):.2f} | {first}, {busiest} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Deadlines that depend on what is run: derived here, and nowhere else, for every one that the file leaves out.
 
-    derived = derive(settings)               # a RunSettings in the making; `rolecall check` prints them
+    derived = derive(settings)               # the sections of a run; `rolecall check` prints them
     filled_in(settings, derived)             # its sections with them
 
 A deadline ends work that will never end; it must not end work that is slow. What it bounds is estimated from the
@@ -12,14 +12,13 @@ without any progress.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rolecall.settings.run_sections import RunSections
 from rolecall.settings.section import Section
 from rolecall.settings.sizes.activations import activations
+from rolecall.settings.sizes.loading import CPU_START_S, DISK_BYTES_PER_S, GPU_START_S, loading_s, model_bytes
 from rolecall.settings.trainers import TrainerSection
-
-if TYPE_CHECKING:
-    from rolecall.settings.run import RunSettings
 
 TOKENS_PER_S = 2.0
 """Rate of one response: a twentieth of a GPU's rate under load.
@@ -28,8 +27,6 @@ So it is where the KV cache holds a twentieth of what is sampled at a time.
 """
 TURN_S = 30.0
 """Answer of an environment to a turn: the deadline of one that names none (rolecall/environment/client.py)."""
-DISK_BYTES_PER_S = 100e6
-"""Rate of reading models, or writing checkpoints, over a network: of all roles together, which do so at once."""
 WIRE_BYTES_PER_S = 100e6
 """Rate of a publish: half of Gloo's over a wire of 10 Gbit/s, of which the root sends six copies."""
 FLOPS_PER_S = {"CPUs": 2e10, "GPUs": 2e13}
@@ -42,10 +39,6 @@ PREFILL_TOKENS = 8192
 """Prompt tokens of one step of the sampler, at the least: an engine that is given more keeps its bound."""
 PROBED_TOKENS = 2 * 256
 """Tokens of a publish's probe, which each side computes twice (services/controller/publish/probe.py)."""
-CPU_START_S = 300.0
-"""Imports and the meeting of ranks, beside the reading of a model."""
-GPU_START_S = 900.0
-"""Compilation and the capture of CUDA graphs, beside the reading."""
 GPU_HANG_S = 300.0
 """First calls of kernels and communicators, pinning of host memory, and compiling layers, on CPUs too: nothing of it
 counts as progress.
@@ -73,14 +66,14 @@ class Deadline:
         return f"{self.section}.{self.field}"
 
 
-def derive(settings: "RunSettings") -> tuple[Deadline, ...]:
+def derive(settings: RunSections) -> tuple[Deadline, ...]:
     """All that are not set. Looks at the sizes of the model files."""
     derivation = _Derivation(settings)
     derivation.derive()
     return tuple(derivation.derived)
 
 
-def filled_in(settings: "RunSettings", derived: Iterable[Deadline]) -> dict[str, Any]:
+def filled_in(settings: RunSections, derived: Iterable[Deadline]) -> dict[str, Any]:
     """The sections of `settings` with these deadlines, by name."""
     values: dict[str, dict[str, float]] = {}
     for deadline in derived:
@@ -92,23 +85,13 @@ def filled_in(settings: "RunSettings", derived: Iterable[Deadline]) -> dict[str,
     return sections
 
 
-def loading_s(num_bytes: int, *, on_gpus: bool) -> float:
-    """The time in which a process that serves a model of so many bytes is up."""
-    return float(round((GPU_START_S if on_gpus else CPU_START_S) + num_bytes / DISK_BYTES_PER_S))
-
-
-def reading_s(settings: "RunSettings") -> float:
+def reading_s(settings: RunSections) -> float:
     """The time in which the largest model of a role is read from its disk, by the sizes of the files."""
     return max(_Derivation(settings).sizes.values()) / DISK_BYTES_PER_S
 
 
-def model_bytes(path: Path) -> int:
-    """The bytes of a model's weights; 0 where there is no such directory, which others complain of."""
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
-
-
 class _Derivation:
-    def __init__(self, settings: "RunSettings") -> None:
+    def __init__(self, settings: RunSections) -> None:
         self._settings = settings
         self.derived: list[Deadline] = []
         self._trained: list[tuple[TrainerSection, Path]] = [(settings.actor, settings.model.path)]

@@ -6,9 +6,9 @@ from typing import Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from rolecall.settings.deadlines import loading_s, model_bytes
 from rolecall.settings.section import Address, ConfigPath, Section
 from rolecall.settings.services import RpcSection, TelemetrySection
+from rolecall.settings.sizes.loading import loading_s, model_bytes
 from rolecall.settings.trainers import TrainerSection
 
 

@@ -117,7 +117,7 @@ class SftSettings(Section):
     @model_validator(mode="after")
     def _longest_example_fits(self) -> Self:
         """Sets what sizes the file leaves out."""
-        actor, self._derived_sizes = derive_sft_sizes(self)
+        actor, self._derived_sizes = derive_sft_sizes(self.actor, self.model, self.data.max_tokens)
         vars(self)["actor"] = actor  # not by attribute: to everybody else the file is frozen
         check_dtype(self.actor, self.model.dtype)
         if self.actor.token_budget < self.data.max_tokens:

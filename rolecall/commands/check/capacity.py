@@ -24,8 +24,8 @@ from rolecall.data.shift_plan import (
 )
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, SftSettings, TrainerSection, require_visible
-from rolecall.settings.deadlines import model_bytes
 from rolecall.settings.rollout import CPU_CACHE_BYTES
+from rolecall.settings.sizes.loading import model_bytes
 
 PROCESS_BYTES = 2**28
 """The least memory of a process with torch."""

@@ -13,7 +13,7 @@ from rolecall.data.tokenizer import has_chat_template
 from rolecall.errors import ConfigError
 from rolecall.rpc.listening import why_not
 from rolecall.settings import ExternalScorer, ModelServer, RunSettings
-from rolecall.settings.deadlines import model_bytes
+from rolecall.settings.sizes.loading import model_bytes
 
 
 def model_servers(settings: RunSettings) -> Iterator[Iterator[str]]:

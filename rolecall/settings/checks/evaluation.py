@@ -1,15 +1,12 @@
 """The evaluation: that it takes place, and that its sets can be played and scored."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rolecall.settings.run import RunSettings
+from rolecall.settings.run_sections import RunSections
 
 _MAX_SET_NAME_CHARS = 200
 """Characters of a held-out set's name where sessions of an environment are named after it: those have up to 512."""
 
 
-def check_images(settings: "RunSettings") -> None:
+def check_images(settings: RunSections) -> None:
     """ValueError where a scorer would read images of held-out episodes that are not kept."""
     seeing = sorted(name for name, component in settings.reward.components.items() if component.reads_images)
     if settings.max_environment_image_bytes and settings.evaluation.sets and seeing:
@@ -19,7 +16,7 @@ def check_images(settings: "RunSettings") -> None:
         )
 
 
-def check_set_names(settings: "RunSettings") -> None:
+def check_set_names(settings: RunSections) -> None:
     """ValueError where the name of a held-out set cannot stand in the name of a session."""
     for name in settings.evaluation.sets if settings.environments else ():
         if not (name.isascii() and name.isprintable() and len(name) <= _MAX_SET_NAME_CHARS):
@@ -29,7 +26,7 @@ def check_set_names(settings: "RunSettings") -> None:
             )
 
 
-def check_times(settings: "RunSettings") -> None:
+def check_times(settings: RunSections) -> None:
     """ValueError where the evaluation would take place at no time, or while rollouts sleep."""
     if not settings.evaluation.at_start and settings.run.num_steps == 0:
         raise ValueError(

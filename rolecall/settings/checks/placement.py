@@ -6,18 +6,15 @@ and whether they are the same ones is not seen but said, by rollout.sleep_mode.
 """
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from rolecall.address import is_loopback_host
 from rolecall.errors import ConfigError
+from rolecall.settings.run_sections import RunSections
 from rolecall.settings.section import ServiceSection
-
-if TYPE_CHECKING:
-    from rolecall.settings.run import RunSettings
-    from rolecall.settings.trainers import ReferenceSection
+from rolecall.settings.trainers import ReferenceSection
 
 
-def shares_devices(settings: "RunSettings") -> bool:
+def shares_devices(settings: RunSections) -> bool:
     """Whether rollouts share GPUs with the trainers. ValueError where a GPU is given to roles that cannot share it."""
     rollouts, others = _rollouts(settings), _others(settings)
     gpus = _gpus_of_rollouts(settings)
@@ -45,7 +42,7 @@ def shares_devices(settings: "RunSettings") -> bool:
     return bool(shared)
 
 
-def require_same_gpus(settings: "RunSettings") -> None:
+def require_same_gpus(settings: RunSections) -> None:
     """ConfigError unless each GPU of an actor that takes turns with rollouts is one rollout's, on each of its machines.
     No rollout is held to it: it may have joined beside those of the run's file.
     """
@@ -79,7 +76,7 @@ def require_same_gpus(settings: "RunSettings") -> None:
         )
 
 
-def references_beside(settings: "RunSettings") -> dict[str, "ReferenceSection"]:
+def references_beside(settings: RunSections) -> dict[str, ReferenceSection]:
     """The references, `offload` set where one is on GPUs of the rollouts and says nothing of it."""
     gpus, others = _gpus_of_rollouts(settings), _others(settings)
     return {
@@ -90,7 +87,7 @@ def references_beside(settings: "RunSettings") -> dict[str, "ReferenceSection"]:
     }
 
 
-def check_offload(settings: "RunSettings") -> None:
+def check_offload(settings: RunSections) -> None:
     """ValueError for a reference that is to leave devices to others, where none are shared."""
     for name, section in settings.references.items():
         if section.offload and not settings.takes_shifts:
@@ -100,7 +97,7 @@ def check_offload(settings: "RunSettings") -> None:
             )
 
 
-def check_num_replicas(settings: "RunSettings") -> None:
+def check_num_replicas(settings: RunSections) -> None:
     """ValueError where rollouts on GPUs of this machine are not as many as their lists of GPUs. In shifts over several
     machines further lists are those of rollouts on the others.
     """
@@ -113,13 +110,13 @@ def check_num_replicas(settings: "RunSettings") -> None:
         )
 
 
-def _gpus_of_rollouts(settings: "RunSettings") -> set[int]:
+def _gpus_of_rollouts(settings: RunSections) -> set[int]:
     """Returns those with which the actor's are compared, by the numbers of each machine."""
     lists = settings.rollout.devices if settings.takes_shifts_apart else settings.rollout.local_devices
     return {device for devices in lists for device in devices}
 
 
-def _rollouts(settings: "RunSettings") -> dict[int, str]:
+def _rollouts(settings: RunSections) -> dict[int, str]:
     """Rollout by GPU."""
     owners: dict[int, str] = {}
     for i, devices in enumerate(settings.rollout.local_devices):
@@ -130,7 +127,7 @@ def _rollouts(settings: "RunSettings") -> dict[int, str]:
     return owners
 
 
-def _others(settings: "RunSettings") -> dict[str, tuple[int, ...]]:
+def _others(settings: RunSections) -> dict[str, tuple[int, ...]]:
     sections: dict[str, ServiceSection] = {"actor": settings.actor, "reward": settings.reward}
     sections |= {"critic": settings.critic} if settings.critic else {}
     sections |= {f"references.{name}": section for name, section in settings.references.items()}
@@ -142,7 +139,7 @@ def _others(settings: "RunSettings") -> dict[str, tuple[int, ...]]:
     }
 
 
-def _check_shared(settings: "RunSettings", rollouts: set[int], others: dict[str, tuple[int, ...]]) -> None:
+def _check_shared(settings: RunSections, rollouts: set[int], others: dict[str, tuple[int, ...]]) -> None:
     """All of them are shared, or none: while one side works, the other is off the GPUs altogether."""
     if set(others["actor"]) != rollouts:
         raise ValueError(

@@ -1,17 +1,13 @@
 """The rewards as estimators, shaping and filters need them: ranges, token rewards, components."""
 
-from typing import TYPE_CHECKING
-
 from rolecall.settings.algorithm.advantages import GdpoAdvantage, GrpoAdvantage, PassAtKAdvantage
 from rolecall.settings.reward.components import shadows_of
 from rolecall.settings.reward.scorers import FunctionScorer, LengthScorer
+from rolecall.settings.run_sections import RunSections
 from rolecall.settings.section import may_meet
 
-if TYPE_CHECKING:
-    from rolecall.settings.run import RunSettings
 
-
-def check_advantage(settings: "RunSettings") -> None:
+def check_advantage(settings: RunSections) -> None:
     """ValueError where the estimator would read rewards that it cannot work with."""
     advantage = settings.algorithm.advantage
     adds_kl = _adds_kl(settings)
@@ -55,7 +51,7 @@ def check_advantage(settings: "RunSettings") -> None:
         )
 
 
-def check_gdpo(settings: "RunSettings") -> None:
+def check_gdpo(settings: RunSections) -> None:
     """ValueError where gdpo would weigh components that are not given, or that something does not reach."""
     advantage = settings.algorithm.advantage
     if not isinstance(advantage, GdpoAdvantage):
@@ -95,7 +91,7 @@ def check_gdpo(settings: "RunSettings") -> None:
         )
 
 
-def check_environments(settings: "RunSettings") -> None:
+def check_environments(settings: RunSections) -> None:
     """ValueError where a component is what environments give, and none can play a prompt that it scores."""
     for name, component in settings.reward.components.items():
         playing = [section for section in settings.environments.values() if may_meet(component.when, section.when)]
@@ -107,7 +103,7 @@ def check_environments(settings: "RunSettings") -> None:
             )
 
 
-def check_shaping(settings: "RunSettings") -> None:
+def check_shaping(settings: RunSections) -> None:
     """ValueError where shaping or a filter would undo the rewards, or have nothing to compare."""
     overlong, filters = settings.algorithm.shaping.overlong, settings.algorithm.filters
     longest = settings.sampling.max_tokens
@@ -141,11 +137,11 @@ def check_shaping(settings: "RunSettings") -> None:
         )
 
 
-def _adds_kl(settings: "RunSettings") -> bool:
+def _adds_kl(settings: RunSections) -> bool:
     return settings.algorithm.kl is not None and settings.algorithm.kl.placement == "reward"
 
 
-def _what_is_below_0(settings: "RunSettings") -> str | None:
+def _what_is_below_0(settings: RunSections) -> str | None:
     """A component that is known to take rewards below 0, which no bound keeps there; None: there is none."""
     clip_min = settings.algorithm.shaping.clip_min
     for name, component in settings.reward.components.items() if clip_min is None or clip_min < 0 else ():

@@ -2,15 +2,12 @@
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from rolecall.address import is_loopback
 from rolecall.columns import TEACHER
 from rolecall.settings.algorithm.advantages import CustomAdvantage
 from rolecall.settings.algorithm.kl import ACTOR_BASE
-
-if TYPE_CHECKING:
-    from rolecall.settings.run import RunSettings
+from rolecall.settings.run_sections import RunSections
 
 _REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,41}")
 """Names of references: `reference-<name>` is a host, with room for what Kubernetes adds, and `<name>/0` a replica."""
@@ -42,7 +39,7 @@ def check_environment_names(environments: Iterable[str]) -> None:
             )
 
 
-def check_servers(settings: "RunSettings") -> None:
+def check_servers(settings: RunSections) -> None:
     """ValueError for a server of the reward's that is called as another process, or that others could listen in on."""
     try:
         check_names(settings.reward.servers)
@@ -58,7 +55,7 @@ def check_servers(settings: "RunSettings") -> None:
             )
 
 
-def check_roles(settings: "RunSettings") -> None:
+def check_roles(settings: RunSections) -> None:
     """ValueError where a critic or reference is missing that the algorithm reads, or is there and read by nothing."""
     advantage = settings.algorithm.advantage
     if advantage.reads_values and settings.critic is None:
@@ -99,7 +96,7 @@ def check_roles(settings: "RunSettings") -> None:
         )
 
 
-def check_teachers(settings: "RunSettings") -> None:
+def check_teachers(settings: RunSections) -> None:
     """ValueError where a teacher of the distillation is missing, or the algorithm asks for what it makes nothing of."""
     algorithm, distillation = settings.algorithm, settings.algorithm.distillation
     if distillation is None:

@@ -1,12 +1,9 @@
 """The sampler as the policy that is trained: that a run can repeat itself, and that what differs is corrected."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rolecall.settings.run import RunSettings
+from rolecall.settings.run_sections import RunSections
 
 
-def check_determinism(settings: "RunSettings") -> None:
+def check_determinism(settings: RunSections) -> None:
     """ValueError where run.deterministic is asked for beside what depends on the clock or the start."""
     if settings.run.deterministic and settings.algorithm.max_staleness:
         raise ValueError(
@@ -30,7 +27,7 @@ def check_determinism(settings: "RunSettings") -> None:
         )
 
 
-def check_correction(settings: "RunSettings") -> None:
+def check_correction(settings: RunSections) -> None:
     """ValueError where the rollouts' engine samples another policy, and nothing corrects for it."""
     dtype = settings.rollout.engine.get("kv_cache_dtype", "auto")
     others = [f"engine.kv_cache_dtype {dtype}"] if dtype != "auto" else []
@@ -43,7 +40,7 @@ def check_correction(settings: "RunSettings") -> None:
         )
 
 
-def check_router_replay(settings: "RunSettings") -> None:
+def check_router_replay(settings: RunSections) -> None:
     """ValueError where there is no routing to replay."""
     if settings.actor.router_replay == "r3" and settings.rollout.pipeline_parallel_size > 1:
         raise ValueError(

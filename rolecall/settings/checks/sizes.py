@@ -1,15 +1,11 @@
 """The sizes that must fit each other: of batches, trajectories and schedules."""
 
-from typing import TYPE_CHECKING
-
 from rolecall.settings.algorithm.kl import KL_ERROR_BOUND
-
-if TYPE_CHECKING:
-    from rolecall.settings.run import RunSettings
-    from rolecall.settings.trainers import TrainerSection
+from rolecall.settings.run_sections import RunSections
+from rolecall.settings.trainers import TrainerSection
 
 
-def check_batches(settings: "RunSettings") -> None:
+def check_batches(settings: RunSections) -> None:
     """ValueError where a batch has too few responses for its mini-batches, its estimator or its KL."""
     rows = settings.algorithm.groups_per_batch * settings.sampling.num_responses
     if rows < settings.algorithm.num_minibatches:
@@ -41,7 +37,7 @@ def check_batches(settings: "RunSettings") -> None:
         )
 
 
-def check_trajectories(settings: "RunSettings") -> None:
+def check_trajectories(settings: RunSections) -> None:
     """ValueError where the longest trajectory exceeds the memory or the row that it needs."""
     longest = settings.conversation_tokens
     trainers: dict[str, TrainerSection] = {
@@ -71,7 +67,7 @@ def check_trajectories(settings: "RunSettings") -> None:
             )
 
 
-def check_epochs(settings: "RunSettings") -> None:
+def check_epochs(settings: RunSections) -> None:
     """ValueError where the run ends after epochs whose prompts nobody can count before."""
     if settings.run.num_epochs is not None and settings.algorithm.curriculum is not None:
         raise ValueError(
@@ -80,7 +76,7 @@ def check_epochs(settings: "RunSettings") -> None:
         )
 
 
-def check_schedules(settings: "RunSettings") -> None:
+def check_schedules(settings: RunSections) -> None:
     """ValueError where warm-up and decay take more steps than the run has, as far as those are known."""
     if settings.run.num_steps is None:
         return  # checked once the prompts are counted

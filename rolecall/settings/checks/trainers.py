@@ -1,16 +1,12 @@
 """The trainers by what they are asked to compute: what their back end has, columns of the loss, weights that travel."""
 
-from typing import TYPE_CHECKING
-
 from rolecall.columns import Plugin, reference_column
 from rolecall.settings.algorithm.losses import CustomLoss
+from rolecall.settings.run_sections import RunSections
 from rolecall.settings.trainers import check_adapters, check_backend, check_dtype
 
-if TYPE_CHECKING:
-    from rolecall.settings.run import RunSettings
 
-
-def check_weights(settings: "RunSettings") -> None:
+def check_weights(settings: RunSections) -> None:
     """ValueError where weights.deltas is set for adapters, or weights.merge_adapters without, or not for experts."""
     if settings.weights.merge_adapters and settings.actor.lora is None:
         raise ValueError("weights.merge_adapters: the actor has no adapters; leave it out, or set actor.lora")
@@ -26,7 +22,7 @@ def check_weights(settings: "RunSettings") -> None:
         )
 
 
-def check_backends(settings: "RunSettings") -> None:
+def check_backends(settings: RunSections) -> None:
     """ValueError where the training back end does not have what a trainer asks of it."""
     check_dtype(settings.actor, settings.model.dtype)
     if settings.critic is not None:
@@ -41,7 +37,7 @@ def check_backends(settings: "RunSettings") -> None:
         check_backend(settings.actor, section.parallel, f"references.{name}.parallel")
 
 
-def check_loss(settings: "RunSettings") -> None:
+def check_loss(settings: RunSections) -> None:
     """ValueError where a loss of the user reads columns that no row of the run has."""
     loss, kl = settings.algorithm.policy_loss, settings.algorithm.kl
     if isinstance(loss, CustomLoss):

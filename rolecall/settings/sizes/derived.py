@@ -1,7 +1,7 @@
 """Sizes that depend on what is run: derived here, and nowhere else, where the file leaves them out.
 
-    sections, derived = derive_sizes(settings)     # a RunSettings in the making; `rolecall check` prints them
-    actor, derived = derive_sft_sizes(settings)    # the same of SftSettings
+    sections, derived = derive_sizes(settings)     # the sections of a run; `rolecall check` prints them
+    actor, derived = derive_sft_sizes(actor, model, max_tokens)    # the same of a fine-tuning
 
 A section's default is right for small models and short responses, and is the least. Every role derives the same from
 the same file and the model's config.json, so nothing is asked of the machine.
@@ -10,18 +10,15 @@ the same file and the model's config.json, so nothing is asked of the machine.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rolecall.columns import OLD_ROUTED_EXPERTS, ROUTED_EXPERTS, TOPK_IDS, TOPK_LOGPROBS, row_bytes
-from rolecall.settings.data import Dtype
+from rolecall.settings.data import Dtype, ModelSection
+from rolecall.settings.run_sections import RunSections
 from rolecall.settings.section import Section
 from rolecall.settings.services import STORE_SHARE
 from rolecall.settings.sizes.activations import activations
 from rolecall.settings.trainers import ActorSection, TrainerSection
-
-if TYPE_CHECKING:
-    from rolecall.settings.run import RunSettings
-    from rolecall.settings.sft import SftSettings
 
 _Sized = TypeVar("_Sized", bound=Section)
 _Trainer = TypeVar("_Trainer", bound=TrainerSection)
@@ -45,7 +42,7 @@ class DerivedSize:
     """How it was derived."""
 
 
-def derive_sizes(settings: "RunSettings") -> tuple[dict[str, Any], tuple[DerivedSize, ...]]:
+def derive_sizes(settings: RunSections) -> tuple[dict[str, Any], tuple[DerivedSize, ...]]:
     """The sections of `settings` with all sizes that are not set and not the default, by name, and what these are."""
     derivation, longest = _Derivation(), settings.conversation_tokens
     rows = settings.max_row_tokens if settings.algorithm.sees_trajectories else 0
@@ -64,11 +61,15 @@ def derive_sizes(settings: "RunSettings") -> tuple[dict[str, Any], tuple[Derived
     return sections, tuple(derivation.derived)
 
 
-def derive_sft_sizes(settings: "SftSettings") -> tuple[ActorSection, tuple[DerivedSize, ...]]:
-    """The trainer of a fine-tuning with all sizes that are not set and not the default, and what these are."""
+def derive_sft_sizes(
+    actor: ActorSection, model: ModelSection, max_tokens: int
+) -> tuple[ActorSection, tuple[DerivedSize, ...]]:
+    """`actor`, which fine-tunes `model` on examples of at most `max_tokens`, with all sizes that are not set and not
+    the default, and what these are.
+    """
     derivation = _Derivation()
-    actor = derivation.budget(settings.actor, "actor", settings.data.max_tokens, "data.max_tokens")
-    actor = derivation.recomputation(actor, settings.model.dtype, [(actor, settings.model.path)])
+    actor = derivation.budget(actor, "actor", max_tokens, "data.max_tokens")
+    actor = derivation.recomputation(actor, model.dtype, [(actor, model.path)])
     return actor, tuple(derivation.derived)
 
 
@@ -113,7 +114,7 @@ def _kept_bytes(dtype: Dtype, trained: Sequence[tuple[TrainerSection, Path]]) ->
     return max(kept)
 
 
-def _store_bytes(settings: "RunSettings") -> tuple[int, str]:
+def _store_bytes(settings: RunSections) -> tuple[int, str]:
     """Bytes for the batches that must exist at the same time, and on GPUs for those until a checkpoint, with why."""
     algorithm, given = settings.algorithm, settings.store.max_bytes
     if settings.store.url is not None:
