@@ -138,8 +138,8 @@ class LoraSection(Section):
     """
     experts: bool = False
     """Give the matrices of every expert of a mixture adapters, too, each its own (peft's target_parameters). A layer is
-    computed with its experts' adapters added, which takes its experts' memory once more: with gradient_checkpointing of
-    one layer, without of all. The actor's need weights.merge_adapters.
+    computed with its experts' adapters added, which takes its experts' memory once more: of one layer, but of all with
+    backend fsdp without gradient_checkpointing. The actor's need weights.merge_adapters.
     """
     start: ConfigPath | None = None
     """Folder of an adapter in peft's format that training begins with, such as `rolecall export` writes. Its rank,
@@ -283,14 +283,7 @@ def check_dtype(actor: ActorSection, dtype: Dtype) -> None:
 
 
 def check_adapters(actor: ActorSection, lora: LoraSection | None, parallel: LayoutSection, setting: str) -> None:
-    """Raises ValueError when the back end does not split matrices with adapters, or gives experts none. `setting` names
-    `parallel`.
-    """
-    if lora is not None and lora.experts and actor.backend == "megatron":
-        raise ValueError(
-            f"{setting.removesuffix('parallel')}lora.experts is not there with actor.backend megatron; leave it out, "
-            "or use backend fsdp"
-        )
+    """Raises ValueError when the back end does not split matrices with adapters. `setting` names `parallel`."""
     if lora is not None and _GATE in lora.target_modules and actor.backend == "megatron":
         raise ValueError(
             f"{setting.removesuffix('parallel')}lora.target_modules: {_GATE} gets no adapter with actor.backend "

@@ -28,7 +28,8 @@ from rolecall.errors import ConfigError, RoleCallError
 from rolecall.settings import ActorSection, LayoutSection, LoraSection
 from rolecall.training.megatron.experts import Experts
 from rolecall.training.megatron.on_cpu import on_cpu
-from rolecall.training.model.lora import adapter_names, peft_name, write_adapter
+from rolecall.training.model.lora import adapter_names, peft_name, stacked_experts, write_adapter
+from rolecall.training.model.packed_model import build_model
 from rolecall.training.objective.objectives import SftObjective
 from rolecall.training.options import DTYPES
 from rolecall.training.packing.pack import Row, local_counts, pack
@@ -120,6 +121,7 @@ ADAPTERS: dict[str | None, dict[str, Any] | None] = {
     "lora": {"rank": 4, "alpha": 12.0},
     "some": {"rank": 3, "alpha": 6.0, "target_modules": ["v_proj", "up_proj", "down_proj"]},
     "attention": {"rank": 4, "alpha": 12.0, "target_modules": ATTENTION},
+    "experts": {"rank": 4, "alpha": 4.0, "target_modules": ATTENTION, "experts": True},
     "latent": {
         "rank": 4,
         "alpha": 12.0,
@@ -164,6 +166,7 @@ EVERY_DAY = [
     Case(1, "deepseek_v3"),
     Case(1, "tied", lora="lora"),
     Case(2, "tied", {"tensor": 2}, lora="lora"),
+    Case(2, "moe", {"tensor": 2, "expert": 2}, lora="experts"),
 ]
 MATRIX = [
     *(Case(1, model) for model in FURTHER if model != "deepseek_v3"),
@@ -201,6 +204,13 @@ MATRIX = [
     Case(2, "moe", {"tensor": 2, "expert": 2}, lora="attention"),
     Case(2, "moe", {"pipeline": 2}, routers="replayed_with_losses", lora="attention"),
     Case(4, "moe", {"tensor": 2, "pipeline": 2, "expert": 2}, routers="losses", lora="attention"),
+    Case(1, "moe", lora="experts"),
+    *(Case(2, "moe", parallel, lora="experts") for parallel in ({}, {"pipeline": 2}, {"sequence": 2}, {"expert": 2})),
+    Case(2, "moe", {"expert": 2}, {}, {"gradient_checkpointing": True}, lora="experts"),
+    Case(2, "moe", {"expert": 2}, {"overlap_grad_reduce": True}, objective="value", lora="experts"),
+    Case(4, "moe", {"tensor": 2, "pipeline": 2, "expert": 2}, routers="losses", lora="experts"),
+    Case(4, "moe", {"expert": 2}, lora="experts"),
+    *(Case(2, model, {"tensor": 2, "expert": 2}, lora="experts") for model in ("mixtral", "qwen2_moe", "glm4_moe")),
     Case(2, "latent", {"tensor": 2, "expert": 2}, lora="latent"),
     Case(2, "latent", {"pipeline": 2}, {}, {"gradient_checkpointing": True}, lora="latent"),
     *(Case(2, "moe", parallel, routers="losses") for parallel in ({}, {"tensor": 2}, {"pipeline": 2}, {"sequence": 2})),
@@ -336,9 +346,19 @@ class Bench:
             shapes = (section.rank, num_inputs), (num_outputs, section.rank)
             for half, shape in zip(adapter_names(name), shapes, strict=True):
                 tensors[peft_name(half)] = 0.1 * torch.randn(shape, generator=noise)
+        stacked = self.stacked(model) if section.experts else {}
+        for name, (number, num_outputs, num_inputs) in stacked.items():
+            shapes = (number * section.rank, num_inputs), (num_outputs, section.rank * number)
+            for half, shape in zip(adapter_names(name), shapes, strict=True):
+                tensors[peft_name(half)] = 0.1 * torch.randn(shape, generator=noise)
         folder = self.folder / f"{model}-{kind}"
-        write_adapter(folder, self.model(model), iter(tensors.items()), section, (), nothing)
+        write_adapter(folder, self.model(model), iter(tensors.items()), section, stacked, nothing)
         return {**section.as_kept(), "start": str(folder)}
+
+    def stacked(self, model: str) -> dict[str, torch.Size]:
+        """The shapes of the parameters that hold a layer's experts."""
+        hf = build_model(self.model(model), "policy", torch.float32).hf
+        return {name: hf.get_parameter(name).shape for name in stacked_experts(hf)}
 
     def _rows(self, model: str) -> str:
         """A file of rows, routed through a mixture as the model's is."""
@@ -404,6 +424,8 @@ def test_every_layout_trains_what_fsdp_trains_on_one_rank(bench: Bench, case: Ca
             for model, objective, lora, layouts in [
                 ("moe", "sft", None, [FSDP, (2, {"tensor": 2, "expert": 2}), FSDP]),
                 ("moe", "sft", "attention", [FSDP, (2, {"tensor": 2, "expert": 2}), (2, {"pipeline": 2})]),
+                ("moe", "sft", "experts", [FSDP, (2, {"tensor": 2, "expert": 2}), (4, {"pipeline": 2})]),
+                ("moe", "sft", "experts", [(4, {"tensor": 2, "expert": 4}), FSDP, (2, {"expert": 2})]),
                 ("latent", "sft", None, [FSDP, (2, {"tensor": 2, "expert": 2}), FSDP]),
                 ("glm4_moe", "sft", None, [FSDP, (2, {"tensor": 2, "expert": 2}), (2, {"pipeline": 2})]),
                 ("deepseek_v3", "sft", None, [(2, {"pipeline": 2}), FSDP, (4, {"tensor": 2, "expert": 4})]),
@@ -607,7 +629,9 @@ def test_the_biases_that_choose_experts_stay_in_float32_bit_for_bit(bench: Bench
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize(("model", "lora", "routers"), [("tied", "lora", None), ("moe", "attention", "told")])
+@pytest.mark.parametrize(
+    ("model", "lora", "routers"), [("tied", "lora", None), ("moe", "attention", "told"), ("moe", "experts", None)]
+)
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}], ids=str)
 def test_the_base_beneath_adapters_says_what_it_says_without_them(
     bench: Bench, parallel: dict[str, int], model: str, lora: str, routers: str | None
@@ -620,22 +644,29 @@ def test_the_base_beneath_adapters_says_what_it_says_without_them(
 
 
 @pytest.mark.megatron
-def test_a_checkpoint_of_adapters_holds_nothing_else_and_is_exported_merged_and_apart(bench: Bench) -> None:
-    saved, adapters = bench.folder / "to-export", bench.adapters("untied", "some")
-    job = bench.job("untied", "sft", backend="megatron", parallel={"tensor": 2}, lora=adapters)
+@pytest.mark.parametrize(
+    ("model", "lora", "parallel"),
+    [("untied", "some", {"tensor": 2}), ("moe", "experts", {"tensor": 2, "expert": 2})],
+    ids=str,
+)
+def test_a_checkpoint_of_adapters_holds_nothing_else_and_is_exported_merged_and_apart(
+    bench: Bench, model: str, lora: str, parallel: dict[str, int]
+) -> None:
+    saved, adapters = bench.folder / f"{model}-to-export", bench.adapters(model, lora)
+    job = bench.job(model, "sft", backend="megatron", parallel=parallel, lora=adapters)
     _, published = bench.ask(2, {**job, "save": str(saved)})
     keys = {key for file in saved.glob("rank-*.safetensors") for key in load_file(file)}
     assert {peft_name(key.partition("/")[2]) for key in keys if not key.startswith("rng/")} == published.keys()
-    model = exported(saved)
-    apart = load_file(model / "adapter" / ADAPTER)
+    folder = exported(saved)
+    apart = load_file(folder / "adapter" / ADAPTER)
     assert apart.keys() == published.keys()
     assert all(torch.equal(apart[name], tensor) for name, tensor in published.items())
     _, merged = bench.ask(2, {**job, "options": {"merges_adapters": True}})
-    whole_model = load_file(model / "model.safetensors")
+    whole_model = load_file(folder / "model.safetensors")
     assert merged.keys() == whole_model.keys()
     assert all(torch.equal(merged[name], tensor) for name, tensor in whole_model.items())
-    begun, _ = bench.ask(2, {**job, "lora": {**(adapters or {}), "start": str(model / "adapter")}})
-    whole, _ = bench.ask(1, {**bench.job("untied", "sft"), "model": str(model)})
+    begun, _ = bench.ask(2, {**job, "lora": {**(adapters or {}), "start": str(folder / "adapter")}})
+    whole, _ = bench.ask(1, {**bench.job(model, "sft"), "model": str(folder)})
     for index, outputs in whole.outputs.items():
         np.testing.assert_allclose(begun.outputs[index], outputs, atol=2e-5, rtol=0)
 

@@ -147,3 +147,26 @@ def test_a_rank_s_adapters_are_counted_beside_a_base_that_is_not_trained(tmp_pat
     assert most(1).parameter_bytes(2) == (base + 700) * 2 + 6 * pair * 4
     assert most(2).trained_bytes(2) == (base + 700) * 2 + 6 * pair * (4 + 4) + 3 * pair * 8
     assert most(2).trained_bytes(4) - most(2).trained_bytes(2) == (base + 700) * 2
+
+
+def test_experts_adapters_are_on_the_ranks_of_their_experts_alone(tmp_path: Path) -> None:
+    layer = {
+        "self_attn.q_proj.weight": [40, 10],
+        "mlp.experts.gate_up_proj": [8, 60, 10],
+        "mlp.experts.down_proj": [8, 10, 30],
+    }
+    shapes = {f"model.layers.{i}.{name}": shape for i in range(3) for name, shape in layer.items()}
+    model = write_shapes(
+        tmp_path, shapes | {"model.embed_tokens.weight": [70, 10]}, {**MIXTURE, "num_hidden_layers": 3}
+    )
+
+    def most(num_ranks: int, **parallel: int) -> RankParameters:
+        lora = {"rank": 2, "target_modules": ["q_proj"], "experts": True}
+        tree = {"num_ranks": num_ranks, "backend": "megatron", "parallel": parallel, "lora": lora}
+        return rank_parameters(model, ActorSection.model_validate(tree), MegatronSection(), "model.path")
+
+    dense, spread = 2 * (40 + 10), 2 * 8 * (60 + 10 + 10 + 30)
+    assert most(1).adapters == most(1).optimized == 3 * (dense + spread)
+    assert most(4, expert=4).adapters == 3 * (dense + spread / 4)
+    assert most(4, expert=4).optimized == 3 * (dense + spread) / 4
+    assert most(2, pipeline=2).adapters == 2 * (dense + spread), "two of three layers"

@@ -90,10 +90,10 @@ def _merged_experts(trainer: Trainer, lora: LoraSection) -> Iterator[str]:
     """Yields a line on what experts with their adapters added take in an update, and one layer's gradients of them."""
     if lora.experts:
         layers = expert_parameters(trainer.path, f"{trainer.role}.lora")
-        recomputed = trainer.actor.gradient_checkpointing
-        held, of = (max(layers), "one layer") if recomputed else (sum(layers), "all layers")
-        remedy = "" if recomputed else "; actor.gradient_checkpointing makes it one layer's"
-        taken = in_bytes((held + max(layers)) * trainer.size)
+        summed_again = trainer.actor.gradient_checkpointing or trainer.actor.backend == "megatron"
+        held, of = (max(layers), "one layer") if summed_again else (sum(layers), "all layers")
+        remedy = "" if summed_again else "; actor.gradient_checkpointing makes it one layer's"
+        taken = in_bytes((held + max(layers)) * trainer.size / trainer.section.parallel.expert)
         yield f"    experts with adapters: {taken} more per rank in an update, for their sums of {of}{remedy}"
 
 

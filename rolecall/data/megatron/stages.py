@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Literal
 
-from rolecall.data.model.adapters import adapted_matrices
+from rolecall.data.model.adapters import adapted_matrices, sizes_of_experts
 from rolecall.data.model.files import EMBEDDINGS, EXPERTS, language_shapes, num_experts, text_config
 from rolecall.errors import ConfigError
 from rolecall.settings import (
@@ -119,25 +119,30 @@ def rank_parameters(path: Path, section: TrainerSection, megatron: MegatronSecti
     sharing = section.num_ranks / parallel.pipeline
     if isinstance(section, ActorSection | CriticSection) and section.lora is not None:
         name = "actor.lora" if isinstance(section, ActorSection) else "critic.lora"
-        adapters = max(_adapters(path, section.lora, parallel.tensor, counts, parallel.pipeline, name))
-        return RankParameters(held, adapters * parallel.tensor / sharing, adapters)
+        found = _adapters(path, section.lora, parallel, counts, name)
+        optimized = max(dense * parallel.tensor + experts * parallel.expert for dense, experts in found) / sharing
+        return RankParameters(held, optimized, max(map(sum, found)))
     return RankParameters(held, max(map(sum, zip(dense, experts, strict=True))) / sharing)
 
 
 def _adapters(
-    path: Path, lora: LoraSection, num_tensor: int, counts: Sequence[int], pipeline: int, setting: str
-) -> list[float]:
-    """Elements of the adapters on a rank of each place in a pipeline whose stages have `counts` layers: one half of
-    each is cut as its matrix is, the other whole.
+    path: Path, lora: LoraSection, parallel: LayoutSection, counts: Sequence[int], setting: str
+) -> list[tuple[float, float]]:
+    """Elements of the adapters on a rank of each place in a pipeline whose stages have `counts` layers, and of its
+    experts' adapters. One half of each is cut as its matrix is, the other whole; an expert's is its ranks' alone.
     """
-    places = [stage % pipeline for stage, count in enumerate(counts) for _ in range(count)]
-    found = [0.0] * pipeline
+    places = [stage % parallel.pipeline for stage, count in enumerate(counts) for _ in range(count)]
+    dense, experts = [0.0] * parallel.pipeline, [0.0] * parallel.pipeline
     for name, (num_outputs, num_inputs) in adapted_matrices(path, lora, setting).items():
         if not (layer := _LAYER.match(name)):
             continue  # outside the layers none has any: refused where the model is built
         cut, whole = (num_inputs, num_outputs) if name.endswith(_CUT_BY_COLUMNS) else (num_outputs, num_inputs)
-        found[places[int(layer[1])]] += lora.rank * (cut / num_tensor + whole)
-    return found
+        dense[places[int(layer[1])]] += lora.rank * (cut / parallel.tensor + whole)
+    for name, size in sizes_of_experts(path, setting).items() if lora.experts else ():
+        layer = _LAYER.match(name)
+        assert layer is not None  # experts are in layers
+        experts[places[int(layer[1])]] += lora.rank * size / parallel.expert
+    return list(zip(dense, experts, strict=True))
 
 
 def _read(path: Path, parallel: LayoutSection, setting: str, head: Head) -> _Sizes:

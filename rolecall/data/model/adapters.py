@@ -89,7 +89,7 @@ def num_adapter_parameters(path: Path, section: LoraSection, setting: str = "act
     module that the model lacks, and experts.
     """
     inner = sum(map(sum, adapted_matrices(path, section, setting).values()))
-    return section.rank * (inner + (_sizes_of_experts(path, setting) if section.experts else 0))
+    return section.rank * (inner + (sum(sizes_of_experts(path, setting).values()) if section.experts else 0))
 
 
 def adapted_matrices(path: Path, section: LoraSection, setting: str = "actor.lora") -> dict[str, list[int]]:
@@ -147,21 +147,23 @@ def _matrices(path: Path, setting: str) -> dict[str, list[int]]:
     }
 
 
-def _sizes_of_experts(path: Path, setting: str) -> int:
-    """The inputs and outputs of the experts' matrices, summed. Those of one expert that read the layer's input are one
-    matrix. ConfigError where the model has no experts.
+def sizes_of_experts(path: Path, setting: str) -> Counter[str]:
+    """The inputs and outputs of the matrices of each layer's experts, summed, by the beginning of their names. Those of
+    one expert that read the layer's input are one matrix. `setting` names the adapters' section. ConfigError where the
+    model at `path` has no experts.
     """
-    size, seen = 0, set[str]()
+    sizes, seen = Counter[str](), set[str]()
     for name, shape in language_shapes(path, f"{setting}: the model").items():
         expert, _, matrix = name.removesuffix(".weight").rpartition(".")
+        layer = name.partition(EXPERTS)[0]
         if expert.endswith(EXPERTS[:-1]) and len(shape) == 3:  # a tensor holds a matrix of all experts
-            size += shape[0] * sum(shape[1:])
+            sizes[layer] += shape[0] * sum(shape[1:])
         elif EXPERTS in expert and len(shape) == 2:
-            size += shape[0] if expert in seen and matrix not in _OUT_OF_EXPERT else sum(shape)
+            sizes[layer] += shape[0] if expert in seen and matrix not in _OUT_OF_EXPERT else sum(shape)
             seen |= {expert} if matrix not in _OUT_OF_EXPERT else set()
-    if not size:
+    if not sizes:
         raise ConfigError(f"{setting}.experts: the model {path} has no experts; leave it out")
-    return size
+    return sizes
 
 
 def _module(name: str) -> str:

@@ -71,7 +71,7 @@ def export(
         num_bytes = written(_merged(saved, base_files, section, wanted, model))
         if saved.head == "value":
             return num_bytes
-        adapter = ((lora.peft_name(name), saved.tensor(name)) for name in saved)
+        adapter = (lora.to_peft(name, saved.tensor(name)) for name in saved)
         stacked = lora.stacked_experts(model.hf)
         return num_bytes + lora.write_adapter(path / "adapter", directory, adapter, section, stacked, progressed)
 

@@ -45,7 +45,7 @@ from rolecall.training.model.box import local_part, whole
 from rolecall.training.model.compiled import compile_layers, compiling
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.logits.logprobs import Wanted
-from rolecall.training.model.lora import adapters_off, prepare_adapters, weights_to_publish
+from rolecall.training.model.lora import adapters_off, kept_shape, prepare_adapters, weights_to_publish
 from rolecall.training.model.packed_model import (
     PackedModel,
     PolicyModel,
@@ -440,7 +440,7 @@ class FsdpEngine:
         for name, tensor in (*self._model.hf.named_parameters(), *state_buffers(self._model.hf).items()):
             if tensor.requires_grad or self._options.lora is None:  # a frozen tower is part of an exported model
                 parts[checkpoint.PARAMETER + name] = self.layout.part(tensor)
-        return parts
+        return {key: part.of(kept_shape(key, part.shape, self._options.lora)) for key, part in parts.items()}
 
     def _part(self, part: StatePart) -> dict[str, torch.Tensor]:
         """The tensors that the part is made of now."""

@@ -1,5 +1,5 @@
 """Adapters (model/lora.py) beside Megatron's linear modules: one for each of transformers' matrices that a module is
-made of.
+made of. A rank's experts have their own (experts.py).
 
 Where tensor ranks have rows of a module (queries, keys and values in one; gate and up), each has A whole and the same
 rows of B; where they have columns, the same columns of A and B whole. What travels between ranks is the inner product,
@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from rolecall.settings import LoraSection
+from rolecall.training.megatron.experts import Experts, ExpertsAdapter
 from rolecall.training.megatron.families import Family, Fused
 from rolecall.training.megatron.layout import Place
 from rolecall.training.megatron.model import Stage
@@ -95,19 +96,23 @@ def add_adapters(stages: Sequence[Stage], family: Family, place: Place, section:
         if stage.value_head is not None:
             stage.value_head.float().requires_grad_(trained)
         for name, module in list(stage.decoder.named_modules(prefix="decoder")):
+            if section.experts and isinstance(module, Experts):
+                module.add_adapters(section)
             if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 continue
             fused = family.fused(f"{name}.weight", stage.first_layer, place)
             if fused.adapted:
-                module.adapters = Adapters(module, fused, section).requires_grad_(trained)
+                module.adapters = Adapters(module, fused, section)
                 # before hooks that are there: what they are given is the whole output
                 module.register_forward_hook(_with_adapters, prepend=True)
+    for adapters in _all_adapters(stages):
+        adapters.requires_grad_(trained)
 
 
 @contextmanager
 def adapters_off(stages: Sequence[Stage]) -> Iterator[None]:
     """Inside, the stages compute what their base does, to the bit."""
-    found = [module for stage in stages for module in stage.modules() if isinstance(module, Adapters)]
+    found = _all_adapters(stages)
     for adapters in found:
         adapters.is_on = False
     try:
@@ -115,6 +120,10 @@ def adapters_off(stages: Sequence[Stage]) -> Iterator[None]:
     finally:
         for adapters in found:
             adapters.is_on = True
+
+
+def _all_adapters(stages: Sequence[Stage]) -> list[Adapters | ExpertsAdapter]:
+    return [each for stage in stages for each in stage.modules() if isinstance(each, (Adapters, ExpertsAdapter))]
 
 
 def _with_adapters(module: nn.Module, given: Any, output: Any) -> Any:

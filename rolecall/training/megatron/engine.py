@@ -44,7 +44,7 @@ from rolecall.training.megatron.weights import Weights
 from rolecall.training.model.attention.packed import TracedAttention
 from rolecall.training.model.conversion import Conversion
 from rolecall.training.model.logits.logprobs import Wanted
-from rolecall.training.model.lora import checkpoint_name, prepare_adapters, weights_to_publish
+from rolecall.training.model.lora import checkpoint_name, kept_shape, prepare_adapters, weights_to_publish
 from rolecall.training.model.packed_model import VALUE_HEAD, ValueModel, build_model, state_buffers
 from rolecall.training.model.parameters import ParameterFiles
 from rolecall.training.objective.routing import freeze_routers
@@ -107,7 +107,7 @@ class MegatronEngine:
         self._state_names = state_buffers(self._model.hf).keys()
         """Names of what is read and published like parameters, in float32 always, and never trained."""
         tensors |= state_buffers(self._model.hf)
-        self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self._shapes = {name: kept_shape(name, tensor.shape, options.lora) for name, tensor in tensors.items()}
         kept = moving if options.lora is not None else list(tensors)  # what is frozen is part of an exported model
         self._kept = {"param": kept, **dict.fromkeys(MOMENTS, moving)}
         """Names of the parameters that checkpoints keep each kind of."""

@@ -102,6 +102,14 @@ def experts(names: Sequence[str], shapes: Shapes, config: PretrainedConfig, plac
     yield Piece(name, Box((place.expert * num, *(0 for _ in others)), (num, *others)), 0)
 
 
+def experts_last(names: Sequence[str], shapes: Shapes, config: PretrainedConfig, place: Place) -> Iterator[Piece]:
+    """Each rank has as many experts, which are the last dimension."""
+    (name,) = names
+    *others, num = shapes[name]
+    num //= place.num_expert
+    yield Piece(name, Box((*(0 for _ in others), place.expert * num), (*others, num)), 0)
+
+
 _NORMS = (
     Rule("input_layernorm.weight", whole, ("input_layernorm.weight",)),
     Rule("pre_mlp_layernorm.weight", whole, ("post_attention_layernorm.weight",)),
@@ -235,11 +243,11 @@ class Family:
 
     def is_cut(self, own: str) -> bool:
         """Whether ranks that share matrices have different parts of it."""
-        return self._rule(own, 0)[0].cut not in (whole, experts)
+        return self._rule(own, 0)[0].cut not in (whole, experts, experts_last)
 
     def is_expert(self, own: str) -> bool:
         """Whether it is of experts, of which ranks of one stage may have different ones."""
-        return self._rule(own, 0)[0].cut is experts
+        return self._rule(own, 0)[0].cut in (experts, experts_last)
 
     def _rule(self, own: str, first_layer: int) -> tuple[Rule, list[str]]:
         of, _, adapter = own.partition(".adapters.")
@@ -250,6 +258,11 @@ class Family:
             if half == "down":
                 return replace(rule, cut=columns if rule.cut is columns else whole), [down]
             return replace(rule, cut=whole if rule.cut is columns else rows), [up]
+        of, _, half = own.partition("_adapter.")  # of experts
+        if half:
+            rule, (name,) = self._rule(of, first_layer)
+            down, up = adapter_names(name)
+            return (rule, [down]) if half == "down" else (replace(rule, cut=experts_last), [up])
         if own in self._outside:
             rule = self._outside[own]
             # an output layer of its own holds the tied embedding on the last of several stages

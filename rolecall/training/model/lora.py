@@ -141,6 +141,15 @@ def is_of_experts(name: str) -> bool:
     return is_adapter(name) and name.rpartition(".lora_")[0].endswith(tuple(_STACKED.values()))
 
 
+def kept_shape(name: str, shape: torch.Size, section: LoraSection | None) -> torch.Size:
+    """The shape by which ranks and checkpoints know the parameter `name` of `shape`: its own, but [O, R, E] of stacked
+    experts' B, so that what it has of some experts is a box.
+    """
+    if section is None or not (is_of_experts(name) and name.endswith(_UP)):
+        return shape
+    return torch.Size((shape[0], section.rank, shape[1] // section.rank))
+
+
 def checkpoint_name(name: str) -> str:
     """Returns the name of the base's parameter `name` in the model directory; an adapter's stays as it is."""
     return name if is_adapter(name) else re.sub(rf"({re.escape(_BASE[:-1])})+\.", ".", name)
@@ -149,6 +158,11 @@ def checkpoint_name(name: str) -> str:
 def peft_name(name: str) -> str:
     """Returns the name of the adapter's parameter `name` in peft's files and in the weight channel."""
     return _PEFT_PREFIX + name.replace(".default.weight", ".weight")
+
+
+def to_peft(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """The adapter's parameter `name`, of kept_shape(), by its name and in its shape in peft's files."""
+    return peft_name(name), tensor.flatten(1)
 
 
 def new_adapter(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
@@ -179,7 +193,8 @@ def merged_experts(
     weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, section: LoraSection, *, transposed: bool
 ) -> torch.Tensor:
     """Adds the adapters of a layer's experts, each as `merged` does. `weight` is [E, O, I], `transposed` [E, I, O];
-    `down` is [E R, I] and `up` [O, R E], as peft orders them, in the type of a pass, which adds them likewise.
+    `down` is [E R, I] and `up` [O, R, E] or [O, R E], as peft orders them, in the type of a pass, which adds them
+    likewise.
     """
     result = torch.empty_like(weight)
     down_ERI, up_ORE = down.reshape(len(weight), section.rank, -1), up.reshape(len(up), section.rank, -1)
@@ -228,7 +243,7 @@ def weights_to_publish(
     for name in names:
         if section is not None and not merges:
             if is_adapter(name):
-                yield peft_name(name), gather(name, dtype)
+                yield to_peft(name, gather(name, dtype))
         elif not is_adapter(name):
             weight, stored = gather(name, dtype), checkpoint_name(name)
             if section is not None:

@@ -63,8 +63,9 @@ class ParameterFiles:
             part = _new_head(name, shape, self._seed)[box.slices]
         elif is_adapter(name) and self._adapter is not None:
             path, stored = self._adapter.path, peft_name(name)
-            _check_shape(path, stored, self._adapter.shape(stored), shape)
-            part = self._adapter.part(stored, box.slices)
+            rows, *others = box.slices
+            _check_shape(path, stored, self._adapter.shape(stored), (shape[0], shape[1:].numel()))
+            part = self._adapter.part(stored, (rows,)).view(-1, *shape[1:])[:, *others]
         elif is_adapter(name):
             part = new_adapter(name, shape, self._seed)[box.slices]
         else:

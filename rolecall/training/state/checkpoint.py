@@ -18,7 +18,7 @@ import math
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -55,13 +55,20 @@ Index: TypeAlias = Mapping[str, Any]
 class Part:
     """The part of one tensor that this rank keeps."""
 
-    shape: Sequence[int]
+    shape: torch.Size
     """Shape of the whole tensor."""
     box: Box
     views: tuple[torch.Tensor, ...]
     """Where it lies: tensors that are the box one after another along its first dimension; changed in place."""
     is_first: bool
     """Whether this rank is the first of those that keep it: the one that writes it."""
+
+    def of(self, shape: torch.Size) -> "Part":
+        """The same part of the tensor as one of `shape`, whose columns are in several dimensions: it has them all."""
+        if shape == self.shape:
+            return self
+        box = Box((self.box.start[0], *(0 for _ in shape[1:])), (self.box.shape[0], *shape[1:]))
+        return replace(self, shape=shape, box=box, views=tuple(view.view(-1, *shape[1:]) for view in self.views))
 
     def copy_to(self, target: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
         """Copies the part to `target`, of the box's shape, which is returned."""

@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from rolecall.settings import ActorSection, KlSection, LoraSection, RunSettings
 from rolecall.training.model import lora
+from rolecall.training.model.box import Box
+from rolecall.training.state.checkpoint import Part
 from tests.smallest import smallest_tree
 
 GAE = {"groups_per_batch": 1, "advantage": {"kind": "gae"}}
@@ -40,16 +42,8 @@ GAE = {"groups_per_batch": 1, "advantage": {"kind": "gae"}}
         ({"algorithm": {"groups_per_batch": 1}, "actor": {"lora": {"rank": 513}}}, "512"),
         ({"algorithm": {"groups_per_batch": 1}, "actor": {"lora": {"experts": True}}}, "set weights.merge_adapters"),
         (
-            {"algorithm": {"groups_per_batch": 1}, "actor": {"lora": {"experts": True}, "backend": "megatron"}},
-            r"actor\.lora\.experts is not there",
-        ),
-        (
             {"algorithm": GAE, "critic": {"lora": {"experts": True}}, "actor": {"activation_offload": True}},
             r"critic\.lora\.experts: .* set actor\.gradient_checkpointing",
-        ),
-        (
-            {"algorithm": GAE, "critic": {"lora": {"experts": True}}, "actor": {"backend": "megatron"}},
-            r"critic\.lora\.experts is not there",
         ),
         ({"algorithm": {"groups_per_batch": 1}, "actor": {"lora": {"target_modules": []}}}, "at least 1"),
     ],
@@ -111,6 +105,19 @@ def test_experts_are_merged_as_each_alone(transposed: bool) -> None:
         delta_OI = 1.5 * up_EOR[expert] @ down_ERI[expert]
         expected = weight[expert] + (delta_OI.T if transposed else delta_OI)
         torch.testing.assert_close(ours[expert], expected)
+
+
+def test_what_ranks_keep_of_experts_adapters_is_a_box_and_goes_to_peft_as_peft_has_it() -> None:
+    section, (down, up) = LoraSection(rank=2), lora.adapter_names("model.layers.0.mlp.experts.down_proj")
+    whole = torch.arange(5.0 * 2 * 3).view(5, 6)
+    shape = lora.kept_shape(up, whole.shape, section)
+    assert shape == torch.Size((5, 2, 3))
+    assert lora.kept_shape(down, torch.Size((6, 4)), section) == (6, 4)
+    assert lora.kept_shape("q_proj.lora_B.default.weight", whole.shape, section) == (5, 6)
+    rows = Part(whole.shape, Box((2, 0), (3, 6)), (whole[2:4], whole[4:]), is_first=True).of(shape)
+    held = rows.copy_to(torch.empty(rows.box.shape))
+    assert torch.equal(held[..., 1], whole[2:, 1::3]), "the second expert's"
+    assert torch.equal(lora.to_peft(up, held)[1], whole[2:])
 
 
 def test_names_of_stacked_experts_are_those_that_peft_gives_them() -> None:

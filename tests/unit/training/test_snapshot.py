@@ -19,7 +19,7 @@ def test_a_snapshot_of_nothing_on_the_device_does_not_wait_for_it(
     """
     monkeypatch.setattr(checkpoint, "rng_state", lambda device: {})
     values = torch.arange(6.0)
-    part = Part((6,), Box((0,), (6,)), (values,), is_first)
+    part = Part(values.shape, Box((0,), (6,)), (values,), is_first)
     state = State(lambda: {"model/w": part}, lambda num_updates: None, {"num_updates": 0}, {}, "float32", tmp_path)
     snapshot = Snapshot(state, torch.device("cuda"), rank=0, world_size=1)
     snapshot.settle()
