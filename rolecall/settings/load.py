@@ -156,16 +156,21 @@ def _valid(kind: type[_Settings], tree: dict[str, Any], path: Path, given: str) 
         if kind is SftSettings and {"algorithm", "reward"} <= tree.keys():
             raise ConfigError(f"{path} is the file of a run; start it with `rolecall train`") from error
         lines = [
-            f"  {_as_written(kind, item['loc']) or 'configuration'}: {_said(kind, item)}"
+            f"  {_as_written(kind, item) or 'configuration'}: {_said(kind, item)}"
             for item in error.errors(include_url=False)
         ]
         raise ConfigError(f"{path}{given} is not a valid configuration:\n" + "\n".join(lines)) from error
 
 
-def _as_written(kind: type[Section], location: Sequence[int | str]) -> str:
-    """The setting at `location` as a file has it: without the `kind` by which one of several sections is chosen."""
-    parts = [str(part) for part in location]
-    return ".".join(part for place, part in enumerate(parts) if not _is_kind(kind, parts[:place], part))
+def _as_written(kind: type[Section], item: ErrorDetails) -> str:
+    """The setting that `item` is about as a file has it: without the `kind` by which one of several sections is chosen.
+    An unknown setting may be called as one.
+    """
+    parts = [str(part) for part in item["loc"]]
+    unknown = len(parts) - 1 if item["type"] == "extra_forbidden" else None
+    return ".".join(
+        part for place, part in enumerate(parts) if place == unknown or not _is_kind(kind, parts[:place], part)
+    )
 
 
 def _is_kind(kind: type[BaseModel], parents: Sequence[str], name: str) -> bool:
@@ -202,12 +207,15 @@ def _said(kind: type[Section], item: ErrorDetails) -> str:
 
 def _suggestion(kind: type[BaseModel], location: Sequence[int | str]) -> str:
     """Suggests what may be meant by the unknown setting at `location` of a file of `kind`: a sibling of a similar name,
-    or a setting of the same name elsewhere.
+    one of all siblings where a `kind` decides on them, or a setting of the same name elsewhere.
     """
     *parents, name = map(str, location)
-    near = did_you_mean(name, {field for section in _sections_at(kind, parents) for field in section.model_fields})
+    siblings = {field for section in _sections_at(kind, parents) for field in section.model_fields}
+    near = did_you_mean(name, siblings)
     if near:
         return near
+    if "kind" in siblings:
+        return f" beside this kind (there are {', '.join(sorted(siblings - {'kind'})) or 'none'})"
     alike = sorted(
         (path for path in set(_paths(kind, ())) if path[-1] == name), key=lambda path: (-_shared(path, parents), path)
     )

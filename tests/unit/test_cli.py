@@ -253,6 +253,14 @@ def test_a_file_that_says_two_things_or_none_is_refused(tmp_path: Path, added: b
             "reward.components={c: {scorer: {kind: function, targt: 'm:f'}}}",
             "c.scorer.targt: there is no such setting (did you mean 'target'?)",
         ),
+        (
+            "reward.components={c: {scorer: {kind: length, length: 1}}}",
+            "c.scorer.length: there is no such setting beside this kind (there are max_tokens)",
+        ),
+        (
+            "actor.optimizer.muon=1",
+            "actor.optimizer.muon: there is no such setting beside this kind (there are betas, ",
+        ),
         ("run.xyzzy=1", "run.xyzzy: there is no such setting; correct or remove it"),
         ("reward.components={math: {scorr: 1}}", "reward.components.math.scorr: there is no such setting (did you"),
     ],
