@@ -14,7 +14,7 @@ from rolecall.data.model.files import ModelFacts, text_config, vocab_size
 from rolecall.data.shift_plan import BUCKETS, gpu_memory_bytes, plan_shifts, received_bytes
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, SftSettings
-from rolecall.settings.sizes.activations import activations
+from rolecall.settings.sizes.activations import activations, tower_activations
 
 SUM_BYTES = 4
 """Bytes of a number of a layer's gradient while it is summed over ranks."""
@@ -37,6 +37,11 @@ def passes(settings: RunSettings | SftSettings, facts: ModelFacts, trainer: Trai
     if actor.activation_offload:  # those of one layer stay, and of the next
         kept = found.ends + found.layer * (1 if actor.gradient_checkpointing else 2)
     passed = kept * section.token_budget / layout.sequence / (layout.tensor if shares_tokens else 1)
+    share = settings.trained_image_share if trainer.lora is None else 0.0
+    tower = tower_activations(path, size) if share else None
+    seen = 0.0
+    if tower is not None:
+        seen = share * section.token_budget * tower.per_token(recomputed=actor.gradient_checkpointing)
     gathered = 0.0
     if actor.backend == "fsdp" and (section.num_ranks > 1 or (size == 2 and trainer.lora is None)):
         # else nothing is cast
@@ -47,6 +52,7 @@ def passes(settings: RunSettings | SftSettings, facts: ModelFacts, trainer: Trai
     yield (
         f"    a pass of {section.token_budget} tokens (estimate): {in_bytes(passed)} of activations a rank, {how} "
         f"gradient_checkpointing{whole}"
+        + (f", and up to {in_bytes(seen)} of the vision tower's, where prompts are images" if seen else "")
     )
     gpus = gpu_memory_bytes()
     if not section.devices or not gpus:
@@ -55,7 +61,7 @@ def passes(settings: RunSettings | SftSettings, facts: ModelFacts, trainer: Trai
     if isinstance(settings, RunSettings) and settings.takes_shifts and actor.devices:
         plan = plan_shifts(settings, facts, gpus)
         beside = plan.training - plan.trained
-    total = trainer.state_bytes - trainer.away_bytes + passed + gathered + beside
+    total = trainer.state_bytes - trainer.away_bytes + passed + seen + gathered + beside
     gpu = _smallest(gpus, section.devices)
     if total > gpu:
         whose = "a GPU" if section.address is None else "a GPU, if its machine has those of this one,"
