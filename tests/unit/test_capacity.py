@@ -440,9 +440,10 @@ def test_how_many_responses_a_cache_holds_is_told_and_none_is_refused(told_of_32
     assert "64 KiB a token on each worker\n" in unknown
     one = {"devices": [[8]], "tensor_parallel_size": 1}
     scarce = told_of_32b(rollout=one)
-    assert "NOTE rollout: its cache holds about 28,574 tokens, and vLLM starts only where" in scarce
+    assert "NOTE rollout: its cache has about 7.0 GiB, and vLLM starts only where it holds a prompt and" in scarce
+    assert "of 33,792 tokens, 8.2 GiB; raise rollout.tensor_parallel_size" in scarce
     with pytest.raises(
-        ConfigError, match=r"at most 0 tokens beside the weights, and a prompt and a response have up to"
+        ConfigError, match=r"at most 0\.0 MiB for keys and values beside the weights, and those of a prompt and"
     ):
         told_of_32b(rollout=one, facts=replace(FACTS_32B, num_parameters=40_000_000_000))
     assert "keys and values" not in told_of_32b(rollout={"engine": {"kv_cache_dtype": "fp8"}})

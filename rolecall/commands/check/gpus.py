@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from rolecall.commands.check.capacity import in_bytes
 from rolecall.commands.check.preflight import NOTE
 from rolecall.commands.check.trainers import Trainer
-from rolecall.data.model.engine_limits import engine_tokens, num_cached_per_token
+from rolecall.data.model.cache_sizes import CacheSizes, cache_sizes
+from rolecall.data.model.engine_limits import engine_tokens
 from rolecall.data.model.files import ModelFacts, text_config, vocab_size
 from rolecall.data.shift_plan import BUCKETS, gpu_memory_bytes, plan_shifts, received_bytes
 from rolecall.errors import ConfigError
@@ -75,12 +76,15 @@ def passes(settings: RunSettings | SftSettings, facts: ModelFacts, trainer: Trai
 
 def cache(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     """Yields the line on a rollout's keys and values. ConfigError where on GPUs they could not be one response's."""
-    rollout, path = settings.rollout, settings.model.path
-    cached = num_cached_per_token(path, rollout.tensor_parallel_size, rollout.pipeline_parallel_size)
-    if not cached or "kv_cache_dtype" in rollout.engine:
+    rollout, longest = settings.rollout, engine_tokens(settings)
+    sizes = cache_sizes(settings.model.path, rollout, 4 if settings.model.dtype == "float32" else 2)
+    if sizes is None:
         return
-    per_token = cached * (4 if settings.model.dtype == "float32" else 2)
-    line = f"keys and values (estimate): {per_token / 2**10:,.0f} KiB a token on each worker"
+    a_response = sizes.response_bytes(longest)
+    line = f"keys and values (estimate): {sizes.per_token / 2**10:,.0f} KiB a token on each worker"
+    if not sizes.is_plain:
+        beside = a_response - sizes.per_token * longest
+        line += f" and {in_bytes(beside)} a response, of layers that keep a window or a state"
     gpus = gpu_memory_bytes() if rollout.num_replicas else {}
     room = float(rollout.cache_bytes or 0)
     if gpus and not room:
@@ -88,14 +92,14 @@ def cache(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         share = plan_shifts(settings, facts, gpus).share if settings.takes_shifts else None
         weights = facts.num_parameters * (4 if settings.model.dtype == "float32" else 2) / rollout.workers_per_replica
         most = (share or rollout.gpu_memory_utilization) * _smallest(gpus, used) - weights
-        _require_a_response(settings, most / per_token)
+        _require_a_response(settings, sizes, most)
         room = most - ENGINE_BYTES
     if room <= 0:
         yield line
         return
-    longest = engine_tokens(settings)
-    together = int(room / per_token / longest)
-    yield f"{line}; {in_bytes(room)} hold {room / per_token:,.0f} tokens, {together} responses at their longest" + (
+    together = int(room / a_response)
+    tokens = f"{room / sizes.per_token:,.0f} tokens, " if sizes.is_plain else ""
+    yield f"{line}; {in_bytes(room)} hold {tokens}{together} responses at their longest" + (
         f", of up to {rollout.max_num_seqs} at a time (rollout.max_num_seqs): where more grow long, vLLM puts some off "
         "and computes theirs again"
         if 0 < together < rollout.max_num_seqs
@@ -103,9 +107,9 @@ def cache(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     )
     if not together and rollout.cache_bytes is None:  # else refused, by check_cache
         yield (
-            f"{NOTE} rollout: its cache holds about {room / per_token:,.0f} tokens, and vLLM starts only where it "
-            f"holds a prompt and a response of {longest:,}; raise rollout.tensor_parallel_size with more devices, or "
-            "shorten responses"
+            f"{NOTE} rollout: its cache has about {in_bytes(room)}, and vLLM starts only where it holds a prompt and a "
+            f"response of {longest:,} tokens, {in_bytes(a_response)}; raise rollout.tensor_parallel_size with more "
+            "devices, or shorten responses"
         )
 
 
@@ -139,11 +143,12 @@ def _smallest(gpus: Mapping[int, int], used: Iterable[int]) -> int:
     return min(gpus.get(device, max(gpus.values())) for device in used)
 
 
-def _require_a_response(settings: RunSettings, num_tokens: float) -> None:
+def _require_a_response(settings: RunSettings, sizes: CacheSizes, room: float) -> None:
     longest = engine_tokens(settings)
-    if num_tokens < longest:
+    needed = sizes.response_bytes(longest)
+    if room < needed:
         raise ConfigError(
-            f"a rollout's GPUs hold the keys and values of at most {max(0, int(num_tokens)):,} tokens beside the "
-            f"weights, and a prompt and a response have up to {longest:,}; raise rollout.tensor_parallel_size with "
-            "more devices, or lower data.max_prompt_tokens or max_tokens"
+            f"a rollout's GPUs have at most {in_bytes(max(0, room))} for keys and values beside the weights, and those "
+            f"of a prompt and a response of up to {longest:,} tokens take {in_bytes(needed)}; raise "
+            "rollout.tensor_parallel_size with more devices, or lower data.max_prompt_tokens or max_tokens"
         )

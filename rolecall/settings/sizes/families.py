@@ -13,8 +13,9 @@ class Norm:
     """A kind of norm: tensors as wide as its input that it keeps beside its output."""
 
     in_float32: int
+    """Tensors in float32."""
     rounded: int
-    """In the numbers that the model computes in."""
+    """Tensors in the type that the model computes in."""
 
     def kept(self, size: int) -> int:
         """Bytes of each number of the input, where the model computes in numbers of `size` bytes."""
