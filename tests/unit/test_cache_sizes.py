@@ -102,7 +102,7 @@ def window(keys: int, head_dim: int, size: int) -> KVCacheSpec:
 
 
 def recurrent(num_tensor: int) -> list[KVCacheSpec]:
-    """Qwen3.5's layers, states padded to a page of attention, as vllm/platforms/interface.py has them."""
+    """Qwen3.5's layers, states padded to a page of attention, as its platforms have them."""
     shapes = ((3, (2 * 16 + 48) * 128 // num_tensor), (48 // num_tensor, 128, 128))
     bare = MambaSpec(block_size=-1, shapes=shapes, dtypes=(torch.bfloat16, torch.float32))
     a_token = 2 * max(1, 4 // num_tensor) * 256 * 2

@@ -401,6 +401,10 @@ def test_a_pass_that_outgrows_a_gpu_is_noted_before_anything_is_booked(
     said = told_of_32b()
     assert "a pass of 33792 tokens (estimate): 34.5 GiB of activations a rank, with gradient_checkpointing, and" in said
     assert "NOTE actor: at the height of a pass a rank takes about 100.1 GiB, and a GPU has 80.0 GiB; raise" in said
+    remedy = (
+        "raise num_ranks or parallel.sequence (4 would do), set actor.activation_offload or actor.optimizer.offload"
+    )
+    assert remedy in said
     kept = told_of_32b(actor={"gradient_checkpointing": False})
     assert "765.6 GiB of activations a rank, without gradient_checkpointing" in kept
     shared = told_of_32b(actor={"parallel": {"sequence": 8}})

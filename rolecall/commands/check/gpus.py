@@ -12,6 +12,7 @@ from rolecall.commands.check.trainers import Trainer
 from rolecall.data.model.cache_sizes import CacheSizes, cache_sizes
 from rolecall.data.model.engine_limits import engine_tokens
 from rolecall.data.model.files import ModelFacts, text_config, vocab_size
+from rolecall.data.model.trainable import check_parallel
 from rolecall.data.shift_plan import BUCKETS, gpu_memory_bytes, plan_shifts, received_bytes
 from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, SftSettings
@@ -69,9 +70,34 @@ def passes(settings: RunSettings | SftSettings, facts: ModelFacts, trainer: Trai
         what = "responses" if isinstance(settings, RunSettings) else "examples (data.max_tokens)"
         yield (
             f"{NOTE} {trainer.role}: at the height of a pass a rank takes about {in_bytes(total)}, and {whose} has "
-            f"{in_bytes(gpu)}; raise num_ranks or parallel.sequence, set actor.activation_offload or "
-            f"optimizer.offload, or shorten {what}"
+            f"{in_bytes(gpu)}; {_lighter(trainer, passed, total - gpu)}or shorten {what}"
         )
+
+
+def _lighter(trainer: Trainer, passed: float, missing: float) -> str:
+    """Names the settings by which a rank takes less, with a comma after each. It lacks `missing` bytes, and
+    `passed` are those of its activations.
+    """
+    layout, num_ranks = trainer.section.parallel, trainer.section.num_ranks
+    shared = [count for count in range(layout.sequence + 1, num_ranks + 1) if _may_share(trainer, count)]
+    enough = next((count for count in shared if passed * (1 - layout.sequence / count) >= missing), None)
+    by_sequence = f" or parallel.sequence{f' ({enough} would do)' if enough else ''}" if shared else ""
+    offloads = [] if trainer.actor.activation_offload else ["actor.activation_offload"]
+    if trainer.lora is None and not trainer.optimizer.offload:
+        offloads.append(f"{trainer.role}.optimizer.offload")
+    return f"raise num_ranks{by_sequence}, " + (f"set {' or '.join(offloads)}, " if offloads else "")
+
+
+def _may_share(trainer: Trainer, count: int) -> bool:
+    """Whether `count` ranks may share the tokens of each sequence."""
+    layout = trainer.section.parallel
+    if trainer.section.num_ranks % (layout.replicate * count * layout.tensor * layout.pipeline):
+        return False
+    try:
+        check_parallel(trainer.path, layout.model_copy(update={"sequence": count}))
+    except ConfigError:
+        return False
+    return True
 
 
 def cache(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
@@ -81,7 +107,8 @@ def cache(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     if sizes is None:
         return
     a_response = sizes.response_bytes(longest)
-    line = f"keys and values (estimate): {sizes.per_token / 2**10:,.0f} KiB a token on each worker"
+    per_token = sizes.per_token / 2**10
+    line = f"keys and values (estimate): {per_token:,.{0 if per_token >= 10 else 1}f} KiB a token on each worker"
     if not sizes.is_plain:
         beside = a_response - sizes.per_token * longest
         line += f" and {in_bytes(beside)} a response, of layers that keep a window or a state"

@@ -1,9 +1,9 @@
 """The bytes that a rollout's cache keeps of a response, by the model's config.json: keys and values of all its tokens
 or of those in a window, latents, and states.
 
-Reckoned as vLLM 0.32 allocates them (vllm/v1/core/kv_cache_utils.py). A cache is blocks, one of which has room for some
-tokens in each of a group of layers. Layers of one kind are one group, or several where a model has several kinds: all
-groups have as many layers, so that any block may become any group's. Nothing is known of families that are not in
+Reckoned as vLLM 0.32 allocates them (its kv_cache_utils). A cache is blocks, one of which has room for some tokens in
+each of a group of layers. Layers of one kind are one group, or several where a model has several kinds: all groups have
+as many layers, so that any block may become any group's. Nothing is known of families that are not in
 settings/sizes/families.py.
 """
 
