@@ -27,6 +27,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, SftSettings, TrainerSection, require_visible
 from rolecall.settings.deadlines import model_bytes
 from rolecall.settings.rollout import CPU_CACHE_BYTES
+from rolecall.terminal import in_bytes
 
 PROCESS_BYTES = 2**28
 """The least memory of a process with torch."""
@@ -202,8 +203,3 @@ def _lighter(trainer: Trainer) -> str:
 def _ranks(who: str, section: TrainerSection, per_rank: float, lighter: str = "") -> list[Need]:
     devices: list[tuple[int, ...]] = [(device,) for device in section.devices] or [()] * section.num_ranks
     return [Need(who, per_rank + (0 if device else PROCESS_BYTES), device, lighter) for device in devices]
-
-
-def in_bytes(num_bytes: float) -> str:
-    """`num_bytes` for people."""
-    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -6,7 +6,6 @@ Estimates, so that they are notes where GPUs have less; refused is only what no 
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from rolecall.commands.check.capacity import in_bytes
 from rolecall.commands.check.preflight import NOTE
 from rolecall.commands.check.trainers import Trainer
 from rolecall.data.model.cache_sizes import CacheSizes, cache_sizes
@@ -15,8 +14,9 @@ from rolecall.data.model.files import ModelFacts, text_config, vocab_size
 from rolecall.data.model.trainable import check_parallel
 from rolecall.data.shift_plan import BUCKETS, gpu_memory_bytes, plan_shifts, received_bytes
 from rolecall.errors import ConfigError
-from rolecall.settings import RunSettings, SftSettings
-from rolecall.settings.sizes.activations import activations, tower_activations
+from rolecall.settings import ActorSection, RunSettings, SftSettings
+from rolecall.settings.sizes.activations import Activations, activations, tower_activations
+from rolecall.terminal import in_bytes
 
 SUM_BYTES = 4
 """Bytes of a number of a layer's gradient while it is summed over ranks."""
@@ -35,20 +35,18 @@ def passes(settings: RunSettings | SftSettings, facts: ModelFacts, trainer: Trai
     found = activations(path, size, 1 if shares_tokens else layout.tensor)
     if found is None:
         return
-    kept = found.per_token(recomputed=actor.gradient_checkpointing)
-    if actor.activation_offload:  # those of one layer stay, and of the next
-        kept = found.ends + found.layer * (1 if actor.gradient_checkpointing else 2)
-    passed = kept * section.token_budget / layout.sequence / (layout.tensor if shares_tokens else 1)
+    passed = _kept(actor, found) * section.token_budget / layout.sequence / (layout.tensor if shares_tokens else 1)
     share = settings.trained_image_share if trainer.lora is None else 0.0
     tower = tower_activations(path, size) if share else None
-    seen = 0.0
-    if tower is not None:
-        seen = share * section.token_budget * tower.per_token(recomputed=actor.gradient_checkpointing)
+    seen = share * section.token_budget * _kept(actor, tower) if tower is not None else 0.0
     gathered = 0.0
     if actor.backend == "fsdp" and (section.num_ranks > 1 or (size == 2 and trainer.lora is None)):
         # else nothing is cast
-        ends = vocab_size(path) * found.layer_input * (2 if text_config(path).get("tie_word_embeddings") else 3)
-        gathered = (facts.largest_layer * (3 * size + SUM_BYTES) + ends) / layout.tensor
+        # two layers and all embeddings, and where they are trained one's gradients
+        summed = size + SUM_BYTES if trainer.lora is None else 0
+        num_ends = (1 if text_config(path).get("tie_word_embeddings") else 2) + (trainer.lora is None)
+        ends = vocab_size(path) * found.layer_input * num_ends
+        gathered = (facts.largest_layer * (2 * size + summed) + ends) / layout.tensor
     how = "with" if actor.gradient_checkpointing else "without"
     whole = f", and {in_bytes(gathered)} of layers and embeddings while they are whole" if gathered else ""
     yield (
@@ -72,6 +70,13 @@ def passes(settings: RunSettings | SftSettings, facts: ModelFacts, trainer: Trai
             f"{NOTE} {trainer.role}: at the height of a pass a rank takes about {in_bytes(total)}, and {whose} has "
             f"{in_bytes(gpu)}; {_lighter(trainer, passed, total - gpu)}or shorten {what}"
         )
+
+
+def _kept(actor: ActorSection, found: Activations) -> float:
+    """Bytes of each token on the device at the height of a pass."""
+    if actor.activation_offload:  # those of one layer stay, and of the next
+        return found.ends + found.layer * (1 if actor.gradient_checkpointing else 2)
+    return found.per_token(recomputed=actor.gradient_checkpointing)
 
 
 def _lighter(trainer: Trainer, passed: float, missing: float) -> str:
