@@ -76,3 +76,8 @@ def _is_left(stream: TextIO) -> bool:
     looks = select.poll()
     looks.register(stream, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in looks.poll(0))
+
+
+def in_bytes(num_bytes: float) -> str:
+    """`num_bytes` for people."""
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -16,6 +16,7 @@ from rolecall.data.model.files import ModelFacts
 from rolecall.data.model.parameter_counts import ParameterCounts, actor_parameters, critic_parameters, reference_held
 from rolecall.errors import ConfigError
 from rolecall.settings import OptimizerSection, RunSettings, SftSettings, TrainerSection
+from rolecall.terminal import in_bytes
 
 NVIDIA_SMI_TIMEOUT_S = 10.0
 CONTEXT_BYTES = 3 * 2**28
@@ -88,23 +89,23 @@ class ShiftPlan:
         if self.training > self.gpu:
             raise ConfigError(
                 "shared GPUs: while the trainers work they and a sleeping rollout take "
-                f"{self.training:,.0f} bytes of each, {self.training - self.gpu:,.0f} more than it has; use more GPUs "
-                f"(num_ranks){self.lighter} or a smaller model, leave "
+                f"{in_bytes(self.training)} of each, {in_bytes(self.training - self.gpu)} more than it has; use more "
+                f"GPUs (num_ranks){self.lighter} or a smaller model, leave "
                 "references.<name>.offload out, or move critic and references to other GPUs"
             )
         if self.scored and self.scoring > self.gpu:
             raise ConfigError(
                 "shared GPUs: while the references score they and a sleeping rollout take "
-                f"{self.scoring:,.0f} bytes of each, {self.scoring - self.gpu:,.0f} more than it has; use more GPUs "
-                "(references.<name>.num_ranks) or smaller models, leave references.<name>.offload out, or move "
+                f"{in_bytes(self.scoring)} of each, {in_bytes(self.scoring - self.gpu)} more than it has; use more "
+                "GPUs (references.<name>.num_ranks) or smaller models, leave references.<name>.offload out, or move "
                 "references to other GPUs"
             )
         missing = self.beside_rollouts + self.rollout - self.gpu
         if missing > 0:
             raise ConfigError(
-                f"shared GPUs: while the actor publishes, its parameters ({self.parameters:,.0f} bytes), weights on "
-                f"their way ({self.passing:,.0f}), a rollout ({self.rollout:,.0f}) and what stays "
-                f"({self.resident:,.0f}) lack {missing:,.0f} bytes; use more GPUs (num_ranks, "
+                f"shared GPUs: while the actor publishes, its parameters ({in_bytes(self.parameters)}), weights on "
+                f"their way ({in_bytes(self.passing)}), a rollout ({in_bytes(self.rollout)}) and what stays "
+                f"({in_bytes(self.resident)}) lack {in_bytes(missing)}; use more GPUs (num_ranks, "
                 "rollout.tensor_parallel_size, rollout.pipeline_parallel_size) or a smaller model, leave "
                 "references.<name>.offload out, or move references to other GPUs"
             )

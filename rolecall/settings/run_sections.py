@@ -124,6 +124,15 @@ class RunSections(Section):
         return self.model.freeze_vision_tower or not self.shows_images
 
     @property
+    def trained_image_share(self) -> float:
+        """Most of a row's tokens that may be of images, of which a trained vision tower keeps what its backward pass
+        takes, as a share.
+        """
+        if self.freezes_vision_tower:
+            return 0.0
+        return 1.0 if self.max_environment_image_bytes else self.data.max_prompt_tokens / self.conversation_tokens
+
+    @property
     def published_adapters(self) -> LoraSection | None:
         """The adapters that a publish carries; None: it carries a whole model."""
         return None if self.weights.merge_adapters else self.actor.lora

@@ -104,6 +104,13 @@ class SftSettings(Section):
         """Whether a vision tower stays as it is: it learns nothing where no images are shown."""
         return self.model.freeze_vision_tower or not self.shows_images
 
+    @property
+    def trained_image_share(self) -> float:
+        """Most of an example's tokens that may be of images, of which a trained vision tower keeps what its backward
+        pass takes, as a share.
+        """
+        return 0.0 if self.freezes_vision_tower else 1.0
+
     def check_schedule(self, num_steps: int) -> None:
         """ValueError where warm-up and decay take more steps than the fine-tuning has."""
         optimizer = self.actor.optimizer
@@ -117,7 +124,9 @@ class SftSettings(Section):
     @model_validator(mode="after")
     def _longest_example_fits(self) -> Self:
         """Sets what sizes the file leaves out."""
-        actor, self._derived_sizes = derive_sft_sizes(self.actor, self.model, self.data.max_tokens)
+        actor, self._derived_sizes = derive_sft_sizes(
+            self.actor, self.model, self.data.max_tokens, self.trained_image_share
+        )
         vars(self)["actor"] = actor  # not by attribute: to everybody else the file is frozen
         check_dtype(self.actor, self.model.dtype)
         if self.actor.token_budget < self.data.max_tokens:

@@ -131,6 +131,28 @@ def test_activations_are_computed_again_where_a_gpu_would_not_hold_them(
     assert settings.actor.gradient_checkpointing is recomputed
 
 
+@pytest.mark.parametrize(("images", "recomputed"), [("images", True), (None, False)])
+def test_a_tower_that_is_trained_counts_for_the_prompts_share_of_a_microbatch(
+    make_settings: MakeSettings, tmp_path: Path, images: str | None, recomputed: bool
+) -> None:
+    """Of Qwen3-VL-2B 24 GiB in the language model, and 13 in the tower."""
+    text = QWEN3_32B | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
+    config = {
+        "model_type": "qwen3_vl",
+        "text_config": text | {"model_type": "qwen3_vl_text", "num_attention_heads": 16},
+        "vision_config": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "spatial_merge_size": 2},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = make_settings(
+        model={"path": str(tmp_path), "dtype": "bfloat16"},
+        data={"train": "train.jsonl", "max_prompt_tokens": 4096, "images_field": images},
+        sampling={"num_responses": 16, "max_tokens": 4096},
+        actor={"devices": [0], "token_budget": 8192},
+        rollout={"devices": [[1]]},
+    )
+    assert settings.actor.gradient_checkpointing is recomputed
+
+
 def test_what_the_file_gives_stands_and_is_not_called_derived(make_settings: MakeSettings, model_32b: str) -> None:
     given = {"token_budget": 40000, "gradient_checkpointing": False}
     sections = LARGE | {"actor": LARGE["actor"] | given, "store": {"max_bytes": 3 * 2**30}}

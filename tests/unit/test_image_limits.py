@@ -86,6 +86,17 @@ def test_the_memory_that_pixels_take_is_told(make_settings: MakeSettings, vision
     assert one == all_at_each != halves  # responses to a prompt may be at as many ranks as there are of either
 
 
+def test_what_a_tower_keeps_of_a_pass_is_told_where_it_is_trained(make_settings: MakeSettings, vision: Path) -> None:
+    def told(images: str | None = "images", **sections: Any) -> bool:
+        settings = shown(make_settings, vision, images, **sections)
+        return any("of the vision tower's" in line for line in memory_and_disk(settings, read_model(vision)))
+
+    assert told()
+    assert not told(None)
+    assert not told(model={"freeze_vision_tower": True})
+    assert not told(actor={"lora": {"rank": 2, "target_modules": ["q_proj"]}})
+
+
 def test_a_tower_to_freeze_must_be_there(make_settings: MakeSettings, text: Path) -> None:
     settings = shown(make_settings, text, None, model={"freeze_vision_tower": True})
     with pytest.raises(

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from rolecall.commands.check.preflight import NOTE
 from rolecall.commands.check.trainers import Trainer, trainers
-from rolecall.data.model.engine_limits import engine_tokens, num_cached_per_token
+from rolecall.data.model.cache_sizes import cache_sizes
+from rolecall.data.model.engine_limits import engine_tokens
 from rolecall.data.model.files import ModelFacts
 from rolecall.data.model.parameter_counts import reference_held
 from rolecall.data.shift_plan import (
@@ -26,6 +27,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import RunSettings, SftSettings, TrainerSection, require_visible
 from rolecall.settings.rollout import CPU_CACHE_BYTES
 from rolecall.settings.sizes.loading import model_bytes
+from rolecall.terminal import in_bytes
 
 PROCESS_BYTES = 2**28
 """The least memory of a process with torch."""
@@ -121,12 +123,12 @@ def _check_store(settings: RunSettings, host: int) -> None:
 
 def check_cache(settings: RunSettings) -> None:
     """ConfigError when a rollout's cache could not hold one response, as vLLM says once it has loaded the model."""
-    rollout, path = settings.rollout, settings.model.path
-    if rollout.cache_bytes is None or "kv_cache_dtype" in rollout.engine:
+    rollout = settings.rollout
+    sizes = cache_sizes(settings.model.path, rollout, 4 if settings.model.dtype == "float32" else 2)
+    if rollout.cache_bytes is None or sizes is None:
         return
     num_tokens = engine_tokens(settings)
-    cached = num_cached_per_token(path, rollout.tensor_parallel_size, rollout.pipeline_parallel_size)
-    least = num_tokens * cached * (4 if settings.model.dtype == "float32" else 2)
+    least = sizes.response_bytes(num_tokens)
     if rollout.cache_bytes < least:
         default = " (its default on CPUs)" if rollout.kv_cache_bytes is None else ""
         raise ConfigError(
@@ -201,8 +203,3 @@ def _lighter(trainer: Trainer) -> str:
 def _ranks(who: str, section: TrainerSection, per_rank: float, lighter: str = "") -> list[Need]:
     devices: list[tuple[int, ...]] = [(device,) for device in section.devices] or [()] * section.num_ranks
     return [Need(who, per_rank + (0 if device else PROCESS_BYTES), device, lighter) for device in devices]
-
-
-def in_bytes(num_bytes: float) -> str:
-    """`num_bytes` for people."""
-    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

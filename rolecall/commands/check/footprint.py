@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rolecall.checkpoint.storage import DiskStorage, open_storage
 from rolecall.commands.check import gpus
-from rolecall.commands.check.capacity import host_memory_bytes, in_bytes
+from rolecall.commands.check.capacity import host_memory_bytes
 from rolecall.commands.check.preflight import NOTE
 from rolecall.commands.check.trainers import LEAST_MOMENT_BYTES, MOMENT_BYTES_PER_PARAMETER, Trainer, trainers
 from rolecall.data.dataset import RawPrompt
@@ -21,6 +21,7 @@ from rolecall.data.shift_plan import ShiftPlan, gpu_memory_bytes, plan_shifts, s
 from rolecall.errors import ConfigError
 from rolecall.settings import LoraSection, RunSettings, SftSettings
 from rolecall.store.budget import PromptBytes, StoreBudget
+from rolecall.terminal import in_bytes
 
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """float32 master weight and two moments."""

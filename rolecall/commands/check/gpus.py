@@ -6,15 +6,17 @@ Estimates, so that they are notes where GPUs have less; refused is only what no 
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from rolecall.commands.check.capacity import in_bytes
 from rolecall.commands.check.preflight import NOTE
 from rolecall.commands.check.trainers import Trainer
-from rolecall.data.model.engine_limits import engine_tokens, num_cached_per_token
+from rolecall.data.model.cache_sizes import CacheSizes, cache_sizes
+from rolecall.data.model.engine_limits import engine_tokens
 from rolecall.data.model.files import ModelFacts, text_config, vocab_size
+from rolecall.data.model.trainable import check_parallel
 from rolecall.data.shift_plan import BUCKETS, gpu_memory_bytes, plan_shifts, received_bytes
 from rolecall.errors import ConfigError
-from rolecall.settings import RunSettings, SftSettings
-from rolecall.settings.sizes.activations import activations
+from rolecall.settings import ActorSection, RunSettings, SftSettings
+from rolecall.settings.sizes.activations import Activations, activations, tower_activations
+from rolecall.terminal import in_bytes
 
 SUM_BYTES = 4
 """Bytes of a number of a layer's gradient while it is summed over ranks."""
@@ -33,20 +35,24 @@ def passes(settings: RunSettings | SftSettings, facts: ModelFacts, trainer: Trai
     found = activations(path, size, 1 if shares_tokens else layout.tensor)
     if found is None:
         return
-    kept = found.per_token(recomputed=actor.gradient_checkpointing)
-    if actor.activation_offload:  # those of one layer stay, and of the next
-        kept = found.ends + found.layer * (1 if actor.gradient_checkpointing else 2)
-    passed = kept * section.token_budget / layout.sequence / (layout.tensor if shares_tokens else 1)
+    passed = _kept(actor, found) * section.token_budget / layout.sequence / (layout.tensor if shares_tokens else 1)
+    share = settings.trained_image_share if trainer.lora is None else 0.0
+    tower = tower_activations(path, size) if share else None
+    seen = share * section.token_budget * _kept(actor, tower) if tower is not None else 0.0
     gathered = 0.0
     if actor.backend == "fsdp" and (section.num_ranks > 1 or (size == 2 and trainer.lora is None)):
         # else nothing is cast
-        ends = vocab_size(path) * found.layer_input * (2 if text_config(path).get("tie_word_embeddings") else 3)
-        gathered = (facts.largest_layer * (3 * size + SUM_BYTES) + ends) / layout.tensor
+        # two layers and all embeddings, and where they are trained one's gradients
+        summed = size + SUM_BYTES if trainer.lora is None else 0
+        num_ends = (1 if text_config(path).get("tie_word_embeddings") else 2) + (trainer.lora is None)
+        ends = vocab_size(path) * found.layer_input * num_ends
+        gathered = (facts.largest_layer * (2 * size + summed) + ends) / layout.tensor
     how = "with" if actor.gradient_checkpointing else "without"
     whole = f", and {in_bytes(gathered)} of layers and embeddings while they are whole" if gathered else ""
     yield (
         f"    a pass of {section.token_budget} tokens (estimate): {in_bytes(passed)} of activations a rank, {how} "
         f"gradient_checkpointing{whole}"
+        + (f", and up to {in_bytes(seen)} of the vision tower's, where prompts are images" if seen else "")
     )
     gpus = gpu_memory_bytes()
     if not section.devices or not gpus:
@@ -55,26 +61,62 @@ def passes(settings: RunSettings | SftSettings, facts: ModelFacts, trainer: Trai
     if isinstance(settings, RunSettings) and settings.takes_shifts and actor.devices:
         plan = plan_shifts(settings, facts, gpus)
         beside = plan.training - plan.trained
-    total = trainer.state_bytes - trainer.away_bytes + passed + gathered + beside
+    total = trainer.state_bytes - trainer.away_bytes + passed + seen + gathered + beside
     gpu = _smallest(gpus, section.devices)
     if total > gpu:
         whose = "a GPU" if section.address is None else "a GPU, if its machine has those of this one,"
         what = "responses" if isinstance(settings, RunSettings) else "examples (data.max_tokens)"
         yield (
             f"{NOTE} {trainer.role}: at the height of a pass a rank takes about {in_bytes(total)}, and {whose} has "
-            f"{in_bytes(gpu)}; raise num_ranks or parallel.sequence, set actor.activation_offload or "
-            f"optimizer.offload, or shorten {what}"
+            f"{in_bytes(gpu)}; {_lighter(trainer, passed, total - gpu)}or shorten {what}"
         )
+
+
+def _kept(actor: ActorSection, found: Activations) -> float:
+    """Bytes of each token on the device at the height of a pass."""
+    if actor.activation_offload:  # those of one layer stay, and of the next
+        return found.ends + found.layer * (1 if actor.gradient_checkpointing else 2)
+    return found.per_token(recomputed=actor.gradient_checkpointing)
+
+
+def _lighter(trainer: Trainer, passed: float, missing: float) -> str:
+    """Names the settings by which a rank takes less, with a comma after each. It lacks `missing` bytes, and
+    `passed` are those of its activations.
+    """
+    layout, num_ranks = trainer.section.parallel, trainer.section.num_ranks
+    shared = [count for count in range(layout.sequence + 1, num_ranks + 1) if _may_share(trainer, count)]
+    enough = next((count for count in shared if passed * (1 - layout.sequence / count) >= missing), None)
+    by_sequence = f" or parallel.sequence{f' ({enough} would do)' if enough else ''}" if shared else ""
+    offloads = [] if trainer.actor.activation_offload else ["actor.activation_offload"]
+    if trainer.lora is None and not trainer.optimizer.offload:
+        offloads.append(f"{trainer.role}.optimizer.offload")
+    return f"raise num_ranks{by_sequence}, " + (f"set {' or '.join(offloads)}, " if offloads else "")
+
+
+def _may_share(trainer: Trainer, count: int) -> bool:
+    """Whether `count` ranks may share the tokens of each sequence."""
+    layout = trainer.section.parallel
+    if trainer.section.num_ranks % (layout.replicate * count * layout.tensor * layout.pipeline):
+        return False
+    try:
+        check_parallel(trainer.path, layout.model_copy(update={"sequence": count}))
+    except ConfigError:
+        return False
+    return True
 
 
 def cache(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     """Yields the line on a rollout's keys and values. ConfigError where on GPUs they could not be one response's."""
-    rollout, path = settings.rollout, settings.model.path
-    cached = num_cached_per_token(path, rollout.tensor_parallel_size, rollout.pipeline_parallel_size)
-    if not cached or "kv_cache_dtype" in rollout.engine:
+    rollout, longest = settings.rollout, engine_tokens(settings)
+    sizes = cache_sizes(settings.model.path, rollout, 4 if settings.model.dtype == "float32" else 2)
+    if sizes is None:
         return
-    per_token = cached * (4 if settings.model.dtype == "float32" else 2)
-    line = f"keys and values (estimate): {per_token / 2**10:,.0f} KiB a token on each worker"
+    a_response = sizes.response_bytes(longest)
+    per_token = sizes.per_token / 2**10
+    line = f"keys and values (estimate): {per_token:,.{0 if per_token >= 10 else 1}f} KiB a token on each worker"
+    if not sizes.is_plain:
+        beside = a_response - sizes.per_token * longest
+        line += f" and {in_bytes(beside)} a response, of layers that keep a window or a state"
     gpus = gpu_memory_bytes() if rollout.num_replicas else {}
     room = float(rollout.cache_bytes or 0)
     if gpus and not room:
@@ -82,14 +124,14 @@ def cache(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         share = plan_shifts(settings, facts, gpus).share if settings.takes_shifts else None
         weights = facts.num_parameters * (4 if settings.model.dtype == "float32" else 2) / rollout.workers_per_replica
         most = (share or rollout.gpu_memory_utilization) * _smallest(gpus, used) - weights
-        _require_a_response(settings, most / per_token)
+        _require_a_response(settings, sizes, most)
         room = most - ENGINE_BYTES
     if room <= 0:
         yield line
         return
-    longest = engine_tokens(settings)
-    together = int(room / per_token / longest)
-    yield f"{line}; {in_bytes(room)} hold {room / per_token:,.0f} tokens, {together} responses at their longest" + (
+    together = int(room / a_response)
+    tokens = f"{room / sizes.per_token:,.0f} tokens, " if sizes.is_plain else ""
+    yield f"{line}; {in_bytes(room)} hold {tokens}{together} responses at their longest" + (
         f", of up to {rollout.max_num_seqs} at a time (rollout.max_num_seqs): where more grow long, vLLM puts some off "
         "and computes theirs again"
         if 0 < together < rollout.max_num_seqs
@@ -97,9 +139,9 @@ def cache(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     )
     if not together and rollout.cache_bytes is None:  # else refused, by check_cache
         yield (
-            f"{NOTE} rollout: its cache holds about {room / per_token:,.0f} tokens, and vLLM starts only where it "
-            f"holds a prompt and a response of {longest:,}; raise rollout.tensor_parallel_size with more devices, or "
-            "shorten responses"
+            f"{NOTE} rollout: its cache has about {in_bytes(room)}, and vLLM starts only where it holds a prompt and a "
+            f"response of {longest:,} tokens, {in_bytes(a_response)}; raise rollout.tensor_parallel_size with more "
+            "devices, or shorten responses"
         )
 
 
@@ -133,11 +175,12 @@ def _smallest(gpus: Mapping[int, int], used: Iterable[int]) -> int:
     return min(gpus.get(device, max(gpus.values())) for device in used)
 
 
-def _require_a_response(settings: RunSettings, num_tokens: float) -> None:
+def _require_a_response(settings: RunSettings, sizes: CacheSizes, room: float) -> None:
     longest = engine_tokens(settings)
-    if num_tokens < longest:
+    needed = sizes.response_bytes(longest)
+    if room < needed:
         raise ConfigError(
-            f"a rollout's GPUs hold the keys and values of at most {max(0, int(num_tokens)):,} tokens beside the "
-            f"weights, and a prompt and a response have up to {longest:,}; raise rollout.tensor_parallel_size with "
-            "more devices, or lower data.max_prompt_tokens or max_tokens"
+            f"a rollout's GPUs have at most {in_bytes(max(0, room))} for keys and values beside the weights, and those "
+            f"of a prompt and a response of up to {longest:,} tokens take {in_bytes(needed)}; raise "
+            "rollout.tensor_parallel_size with more devices, or lower data.max_prompt_tokens or max_tokens"
         )

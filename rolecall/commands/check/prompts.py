@@ -7,7 +7,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rolecall.commands.check.capacity import in_bytes
 from rolecall.commands.check.footprint import store
 from rolecall.commands.check.preflight import NOTE
 from rolecall.data.dataset import UID_FIELD, RawPrompt, load_prompts
@@ -18,7 +17,7 @@ from rolecall.identity import kept
 from rolecall.scoring.sources import MAX_SOURCES, SOURCE_FIELD, count_sources, source_of
 from rolecall.settings import RunSettings
 from rolecall.settings.section import holds
-from rolecall.terminal import did_you_mean
+from rolecall.terminal import did_you_mean, in_bytes
 
 _MAX_MEASURED_PROMPTS = 2000
 """Prompts of a file that are rendered and counted; the controller looks at every one when its turn comes."""

@@ -5,7 +5,6 @@ where they listen, and what of each GPU they take.
 import importlib.util
 from collections.abc import Iterator
 
-from rolecall.commands.check.capacity import in_bytes
 from rolecall.data.model.engine_limits import check_server
 from rolecall.data.model.files import read_model
 from rolecall.data.shift_plan import gpu_memory_bytes
@@ -14,6 +13,7 @@ from rolecall.errors import ConfigError
 from rolecall.rpc.listening import why_not
 from rolecall.settings import ExternalScorer, ModelServer, RunSettings
 from rolecall.settings.sizes.loading import model_bytes
+from rolecall.terminal import in_bytes
 
 
 def model_servers(settings: RunSettings) -> Iterator[Iterator[str]]:

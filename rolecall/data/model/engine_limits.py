@@ -1,7 +1,5 @@
 """The limits of vLLM with a run's model on the devices of its rollouts: said before it dies as it starts, or computes
 something else than was asked for.
-
-Owns, too, how much its cache keeps of a token, by which commands/check/capacity.py tells a cache that is too small.
 """
 
 import importlib.util
@@ -34,19 +32,6 @@ CPU_BLOCK_TOKENS = 32
 """Tokens that a cache block on CPUs has a multiple of; with another vLLM loads the model first and refuses it then."""
 _CPU_DELTA_RULE_DIMS = (64, 128)
 """Head dimensions, the same of keys and values, that vLLM's gated delta rule takes on CPUs, in bfloat16 alone."""
-_ALL_FULL_ATTENTION = (
-    "llama",
-    "qwen2",
-    "qwen2_5_vl",
-    "qwen2_5_vl_text",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_vl_text",
-    "qwen3_vl_moe_text",
-)
-"""Values of model_type whose every layer attends to all tokens before, unless use_sliding_window says otherwise."""
-
 _OF_QWEN = ("qwen2", "qwen2_5_vl_text", "qwen3")
 """Values of model_type that vLLM computes by its Qwen 2."""
 
@@ -82,19 +67,6 @@ def check_server(section: ModelServer, path: Path, setting: str) -> None:
     _check_windows(path, f"{setting}.model")
     if not section.devices:
         _check_cpu_attention(path, section.engine.get("block_size"), f"{setting}.model", setting)
-
-
-def num_cached_per_token(path: Path, num_tensor: int, num_stages: int) -> int:
-    """Numbers that a worker of a rollout keeps of each token, keys and values of the largest stage; 0 where other
-    attention may keep fewer than every layer's.
-    """
-    text = text_config(path)
-    head_dim, num_layers = _head_dim(text), text.get("num_hidden_layers")
-    num_keys = text.get("num_key_value_heads", text.get("num_attention_heads"))
-    is_plain = text.get("model_type") in _ALL_FULL_ATTENTION and not text.get("use_sliding_window")
-    if not is_plain or head_dim is None or not isinstance(num_layers, int) or not isinstance(num_keys, int):
-        return 0
-    return 2 * max(1, num_keys // num_tensor) * head_dim * -(-num_layers // num_stages)
 
 
 def _check_stages(path: Path, num_stages: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from rolecall.data.images.tokens import FAMILIES
 from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError
+from rolecall.settings.sizes.layers import NUM_CHOSEN, num_chosen
 
 MAX_HEADER_BYTES = 100 * 2**20
 """Bound of a safetensors header, as the format has it."""
@@ -27,8 +28,6 @@ ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"
 """Kinds of layers that keep no state, in a configuration's layer_types."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names under which architectures keep the number of experts of a layer."""
-NUM_CHOSEN = ("num_experts_per_tok", "top_k_experts")
-"""Names under which they keep how many of them a token is sent to."""
 EXPERTS = ".experts."
 """Part of the name of every tensor of a mixture's experts."""
 IN_BLOCK = re.compile(r"\.(\d+)\.")
@@ -175,11 +174,6 @@ def sees_images(path: Path, setting: str = "model.path") -> bool:
 def num_experts(text: dict[str, Any]) -> int:
     """The experts of a layer by a model's configuration; 0 in a dense model."""
     return next((text[name] for name in NUM_EXPERTS if isinstance(text.get(name), int)), 0)
-
-
-def num_chosen(text: dict[str, Any]) -> int:
-    """The experts of a layer that a token is sent to, by a model's configuration; 0 in a dense model."""
-    return next((text[name] for name in NUM_CHOSEN if isinstance(text.get(name), int)), 0)
 
 
 def values_of_layers(text: dict[str, Any], name: str) -> set[int]:

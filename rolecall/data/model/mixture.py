@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from rolecall.data.model.files import NUM_CHOSEN, NUM_EXPERTS, num_chosen, num_experts, text_config
+from rolecall.data.model.files import NUM_EXPERTS, num_experts, text_config
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import ActorSection
+from rolecall.settings.sizes.layers import NUM_CHOSEN, num_chosen
 from rolecall.wire import Array
 
 

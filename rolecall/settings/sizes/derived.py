@@ -1,7 +1,7 @@
 """Sizes that depend on what is run: derived here, and nowhere else, where the file leaves them out.
 
     sections, derived = derive_sizes(settings)     # the sections of a run; `rolecall check` prints them
-    actor, derived = derive_sft_sizes(actor, model, max_tokens)    # the same of a fine-tuning
+    actor, derived = derive_sft_sizes(actor, model, max_tokens, share)    # the same of a fine-tuning
 
 A section's default is right for small models and short responses, and is the least. Every role derives the same from
 the same file and the model's config.json, so nothing is asked of the machine.
@@ -17,7 +17,7 @@ from rolecall.settings.data import Dtype, ModelSection
 from rolecall.settings.run_sections import RunSections
 from rolecall.settings.section import Section
 from rolecall.settings.services import STORE_SHARE
-from rolecall.settings.sizes.activations import activations
+from rolecall.settings.sizes.activations import activations, tower_activations
 from rolecall.settings.trainers import ActorSection, TrainerSection
 
 _Sized = TypeVar("_Sized", bound=Section)
@@ -53,23 +53,26 @@ def derive_sizes(settings: RunSections) -> tuple[dict[str, Any], tuple[DerivedSi
     sections["references"] = {
         name: derivation.budget(section, f"references.{name}", longest) for name, section in settings.references.items()
     }
-    trained = [(actor, settings.model.path)]
+    share = settings.trained_image_share
+    trained = [_Trained(actor, settings.model.path, 0.0 if actor.lora else share)]
     if settings.critic is not None:
-        trained.append((sections["critic"], settings.critic.path or settings.model.path))
+        critic, path = sections["critic"], settings.critic.path or settings.model.path
+        trained.append(_Trained(critic, path, 0.0 if settings.critic.lora else share))
     sections["actor"] = derivation.recomputation(actor, settings.model.dtype, trained)
     sections["store"] = derivation.sized(settings.store, "store", "max_bytes", *_store_bytes(settings))
     return sections, tuple(derivation.derived)
 
 
 def derive_sft_sizes(
-    actor: ActorSection, model: ModelSection, max_tokens: int
+    actor: ActorSection, model: ModelSection, max_tokens: int, image_share: float
 ) -> tuple[ActorSection, tuple[DerivedSize, ...]]:
     """`actor`, which fine-tunes `model` on examples of at most `max_tokens`, with all sizes that are not set and not
-    the default, and what these are.
+    the default, and what these are. `image_share`: trained_image_share.
     """
     derivation = _Derivation()
     actor = derivation.budget(actor, "actor", max_tokens, "data.max_tokens")
-    actor = derivation.recomputation(actor, model.dtype, [(actor, model.path)])
+    trained = [_Trained(actor, model.path, 0.0 if actor.lora else image_share)]
+    actor = derivation.recomputation(actor, model.dtype, trained)
     return actor, tuple(derivation.derived)
 
 
@@ -91,26 +94,36 @@ class _Derivation:
         why = f"{of}; at least {section.token_budget}"
         return self.sized(section, name, "token_budget", max(section.token_budget, least), why)
 
-    def recomputation(
-        self, actor: ActorSection, dtype: Dtype, trained: Sequence[tuple[TrainerSection, Path]]
-    ) -> ActorSection:
+    def recomputation(self, actor: ActorSection, dtype: Dtype, trained: Sequence["_Trained"]) -> ActorSection:
         """`actor` with gradient_checkpointing where one of the `trained` models would keep too much without it."""
         kept = 0.0 if actor.activation_offload else _kept_bytes(dtype, trained)
         why = f"without it a microbatch keeps about {kept / 2**30:,.0f} GiB of activations on a rank"
         return self.sized(actor, "actor", "gradient_checkpointing", kept > KEPT_BYTES, why)
 
 
-def _kept_bytes(dtype: Dtype, trained: Sequence[tuple[TrainerSection, Path]]) -> float:
+@dataclass(frozen=True)
+class _Trained:
+    """A model that is trained, and by which section."""
+
+    section: TrainerSection
+    path: Path
+    image_share: float
+    """Most of a microbatch's tokens of which a tower keeps something, as a share."""
+
+
+def _kept_bytes(dtype: Dtype, trained: Sequence[_Trained]) -> float:
     """Activations of the fullest rank that trains on a GPU, were none computed again. Of a pipeline that is the first
     stage, which holds as many microbatches as there are stages.
     """
     size = 4 if dtype == "float32" else 2
     kept = [0.0]
-    for section, path in trained:
-        layout = section.parallel
-        found = activations(path, size, layout.tensor) if section.devices else None
+    for each in trained:
+        section, layout = each.section, each.section.parallel
+        found = activations(each.path, size, layout.tensor) if section.devices else None
         if found is not None:
-            kept.append(found.per_token(recomputed=False) * section.token_budget / layout.sequence)
+            tower = tower_activations(each.path, size) if each.image_share else None
+            per_image = each.image_share * tower.per_token(recomputed=False) if tower is not None else 0.0
+            kept.append((found.per_token(recomputed=False) + per_image) * section.token_budget / layout.sequence)
     return max(kept)
 
 
