@@ -5,6 +5,7 @@ Owns, too, how much its cache keeps of a token, by which commands/check/capacity
 """
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rolecall.data.model.files import (
     QWEN3_5_TEXT,
     has_recurrent_layers,
     max_model_tokens,
+    model_json,
     model_shapes,
     tensor_names,
     text_config,
@@ -37,6 +39,8 @@ _CPU_DELTA_RULE_DIMS = (64, 128)
 _ALL_FULL_ATTENTION = (
     "llama",
     "qwen2",
+    "qwen2_vl",
+    "qwen2_vl_text",
     "qwen2_5_vl",
     "qwen2_5_vl_text",
     "qwen2_moe",
@@ -47,7 +51,9 @@ _ALL_FULL_ATTENTION = (
 )
 """Values of model_type whose every layer attends to all tokens before, unless use_sliding_window says otherwise."""
 
-_OF_QWEN = ("qwen2", "qwen2_5_vl_text", "qwen3")
+_GLM_EPSILON = 1e-5
+"""What the norms of a glm4v's vision tower add, to vLLM where the top of config.json has no rms_norm_eps."""
+_OF_QWEN = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3")
 """Values of model_type that vLLM computes by its Qwen 2."""
 
 
@@ -62,6 +68,7 @@ def check_engine(settings: RunSettings) -> None:
     _check_split(settings.model.path, settings.rollout.tensor_parallel_size)
     _check_stages(settings.model.path, settings.rollout.pipeline_parallel_size)
     _check_images(settings.model.path)
+    _check_seeing(settings.model.path, "model.path")
     _check_gpt_oss(settings.model.path, "model.path")
     _check_stablelm(settings.model.path, "model.path")
     _check_windows(settings.model.path, "model.path")
@@ -77,6 +84,7 @@ def check_server(section: ModelServer, path: Path, setting: str) -> None:
     """ConfigError when vLLM cannot serve the model at `path` as `section` says, which is `setting` in the file."""
     check_engine_arguments(section.engine, f"{setting}.engine")
     _check_split(path, section.tensor_parallel_size, setting)
+    _check_seeing(path, f"{setting}.model")
     _check_gpt_oss(path, f"{setting}.model")
     _check_stablelm(path, f"{setting}.model")
     _check_windows(path, f"{setting}.model")
@@ -126,6 +134,29 @@ def _check_images(path: Path) -> None:
             f"model.path {path} is a model of text and images, whose processor in vLLM needs torchvision, which is not "
             "installed; install the version that fits torch (docs/images.md says how on CPUs)"
         )
+
+
+def _check_seeing(path: Path, model: str) -> None:
+    """ConfigError when vLLM and transformers would compute the model of text and images at `path` apart. Either has
+    numbers written in its code, which config.json may say otherwise. `model` names the model.
+    """
+    config, text = model_json(path / "config.json", model), text_config(path)
+    kind, fixed = config.get("model_type"), dict[str, tuple[Any, Any]]()
+    if kind == "qwen3_vl_moe":
+        fixed["text_config.norm_topk_prob"] = (text.get("norm_topk_prob"), True)
+    if kind == "glm4v":
+        epsilon = (config.get("vision_config") or {}).get("rms_norm_eps", _GLM_EPSILON)
+        turned = text.get("partial_rotary_factor", rope_parameters(text).get("partial_rotary_factor"))
+        fixed["text_config.attention_bias"] = (text.get("attention_bias"), True)
+        fixed["text_config.partial_rotary_factor"] = (turned, 0.5 if turned is None else turned)
+        fixed["vision_config.rms_norm_eps"] = (epsilon, config.get("rms_norm_eps", _GLM_EPSILON))
+    for name, (found, wanted) in fixed.items():
+        if found != wanted:
+            raise ConfigError(
+                f"{model} {path}: vLLM and transformers compute a {kind} alike where {name} of config.json is "
+                f"{json.dumps(wanted)}, and it is {json.dumps(found)}; take config.json from the model as it was "
+                "published, or use another model"
+            )
 
 
 def _check_served_experts(path: Path) -> None:
