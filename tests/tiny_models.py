@@ -39,10 +39,10 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from tests.tiny_tokenizer import EOS_TOKEN_ID, VISION_TEMPLATE, VISION_TOKENS, write_tokenizer
-from tests.tiny_vision import vision_config
+from tests.tiny_tokenizer import EOS_TOKEN_ID, GLM_TEMPLATE, GLM_TOKENS, VISION_TEMPLATE, VISION_TOKENS, write_tokenizer
+from tests.tiny_vision import VISION_PROCESSORS, vision_config
 
-VisionFamily = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+VisionFamily = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"]
 
 
 def write_qwen3(
@@ -429,7 +429,8 @@ def write_vision(
     model.save_pretrained(path)
     if family == "qwen3_vl_moe":
         transpose_experts(path)
-    write_tokenizer(path, VISION_TEMPLATE, VISION_TOKENS)
+    is_glm = family == "glm4v"
+    write_tokenizer(path, *((GLM_TEMPLATE, GLM_TOKENS) if is_glm else (VISION_TEMPLATE, VISION_TOKENS)))
     write_image_processor(path, family, patch=4)
     return path
 
@@ -446,18 +447,19 @@ def transpose_experts(path: Path) -> None:
 def write_image_processor(path: Path, family: VisionFamily, *, patch: int, max_tokens: int = 64) -> None:
     """The files by which transformers and vLLM make pixel values of images, saved beside the tokenizer in `path`."""
     token_pixels = (2 * patch) ** 2
+    processor, image, video = VISION_PROCESSORS[family]
+    frames = 2 if family == "glm4v" else 1  # as which its processor counts an image
     shared: dict[str, Any] = {
         "patch_size": patch,
         "temporal_patch_size": 2,
         "merge_size": 2,
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
-        "size": {"shortest_edge": token_pixels, "longest_edge": max_tokens * token_pixels},
-        "processor_class": "Qwen2_5_VLProcessor" if family == "qwen2_5_vl" else "Qwen3VLProcessor",
+        "size": {"shortest_edge": frames * token_pixels, "longest_edge": frames * max_tokens * token_pixels},
+        "processor_class": processor,
     }
-    video = "Qwen2VLVideoProcessor" if family == "qwen2_5_vl" else "Qwen3VLVideoProcessor"
     for name, kind in (
-        ("", {"image_processor_type": "Qwen2VLImageProcessor"}),
+        ("", {"image_processor_type": image}),
         ("video_", {"video_processor_type": video}),
     ):
         (path / f"{name}preprocessor_config.json").write_text(json.dumps({**shared, **kind}, indent=2))

@@ -69,6 +69,14 @@ VISION_TEMPLATE = (
 """ChatML with images, as Qwen's models of text and images have it; needs VISION_TOKENS."""
 SPECIAL_TOKENS = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+GLM_TOKENS = [
+    *(f"<|{name}|>" for name in ("begin_of_image", "end_of_image", "image")),
+    *(f"<|{name}|>" for name in ("video", "begin_of_video", "end_of_video")),
+]
+"""The same of GLM's, by whose names its processor finds them."""
+GLM_TEMPLATE = VISION_TEMPLATE.replace(
+    "<|vision_start|><|image_pad|><|vision_end|>", "<|begin_of_image|><|image|><|end_of_image|>"
+)
 EOS_TOKEN_ID = SPECIAL_TOKENS.index("<|im_end|>")
 
 

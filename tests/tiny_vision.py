@@ -3,9 +3,13 @@
 from typing import Any
 
 from transformers import (
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
     PretrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
@@ -19,12 +23,26 @@ from transformers import (
 from tests.tiny_tokenizer import EOS_TOKEN_ID, SPECIAL_TOKENS
 
 _CLASSES: dict[str, tuple[Any, Any]] = {
+    "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
     "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
     "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+    "glm4v": (Glm4vConfig, Glm4vForConditionalGeneration),
 }
+_IDS = {"glm4v": ("image_start", "image_end", "image", "video", "video_start", "video_end")}
+"""What a family calls the ids of its special tokens in config.json, where others begin with vision_start."""
+_QWEN3_PROCESSORS = ("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor")
+VISION_PROCESSORS = dict.fromkeys(_CLASSES, _QWEN3_PROCESSORS) | {
+    "qwen2_vl": ("Qwen2VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
+    "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
+    "glm4v": ("Glm4vProcessor", "Glm4vImageProcessor", "Glm4vVideoProcessor"),
+}
+"""The classes of a family's processor, of its images' and its videos'."""
+
+_HALF = {"mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5}
+"""Rotary positions of half a head."""
 
 
 def vision_config(family: str, *, tied: bool, vocab: int, num_layers: int) -> tuple[PretrainedConfig, Any]:
@@ -60,17 +78,23 @@ def vision_config(family: str, *, tied: bool, vocab: int, num_layers: int) -> tu
     }
     ids = {
         f"{name}_token_id": len(SPECIAL_TOKENS) + index
-        for index, name in enumerate(("vision_start", "vision_end", "image", "video"))
+        for index, name in enumerate(_IDS.get(family, ("vision_start", "vision_end", "image", "video")))
     }
-    if family == "qwen2_5_vl":
+    if family == "qwen2_vl":  # whose hidden_size is that of the language model
+        vision |= {"embed_dim": 64, "hidden_size": 128, "mlp_ratio": 2}
+        del vision["intermediate_size"], vision["out_hidden_size"]
+    elif family == "qwen2_5_vl":
         vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+    elif family == "glm4v":
+        vision |= {"image_size": 32}
+        text |= {"attention_bias": True, "rope_parameters": {**rope, **_HALF}}
     else:
         vision |= {"num_position_embeddings": 64}
         text |= {"head_dim": 32, "rope_parameters": {**rope, "mrope_interleaved": True}}
     if family.startswith("qwen3_vl"):
         vision |= {"deepstack_visual_indexes": [0]}
     if family.startswith("qwen3_5"):
-        text["rope_parameters"] |= {"mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5}
+        text["rope_parameters"] |= _HALF
         text |= {
             "layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(num_layers)],
             "linear_num_key_heads": 1,

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
 from rolecall.columns import IMAGES
+from rolecall.settings import LoraSection
 from rolecall.training.engine import Microbatch
 from rolecall.training.packing.images import ImageReader, ReadImages
 from rolecall.training.packing.pack import Row, pack
@@ -48,6 +49,14 @@ def gap_size(gaps: Array, family: str) -> float:
 def most_gap(family: str) -> float:
     """Greatest size of differences by which vLLM and another library compute the same."""
     return MAX_GAP if sampled_dtype(family) == "float32" else MEAN_GAP
+
+
+def adapters(family: str, rank: int = 4) -> LoraSection:
+    """Adapters of the language model's matrices: of attention's alone where all else in a layer are experts."""
+    beside = {"qwen3_vl_moe": (), "glm4v": ("gate_up_proj", "down_proj")}.get(
+        family, ("gate_proj", "up_proj", "down_proj")
+    )
+    return LoraSection(rank=rank, alpha=12.0, target_modules=("q_proj", "k_proj", "v_proj", "o_proj", *beside))
 
 
 def sampled_weights(path: Path, family: str) -> list[tuple[str, torch.Tensor]]:

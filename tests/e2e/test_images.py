@@ -77,7 +77,7 @@ def test_a_model_that_sees_selects_an_order_of_what_it_sees(tmp_path: Path, fami
     assert (tmp_path / "trained" / "preprocessor_config.json").is_file()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5"])
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2_vl", "glm4v", "qwen3_5"])
 def test_sampler_actor_critic_and_reference_see_the_same(tmp_path: Path, family: VisionFamily) -> None:
     """Recurrent layers vLLM computes on CPUs in bfloat16 alone; their model is as it is published."""
     path, is_exact = write_vision(tmp_path / "saved", family), family != "qwen3_5"

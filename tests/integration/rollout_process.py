@@ -101,6 +101,8 @@ class RolloutProcess:
     weights: list[tuple[str, torch.Tensor]]
     adapter: weights_pb2.LoraAdapter | None = None
     """What `weights` are an adapter of; None: they are the model."""
+    deltas: bool = False
+    """Whether what did not change since the last publish stays at home."""
     epoch: int = 0
     version: int = 0
     digests: dict[int, str] = field(default_factory=dict)
@@ -137,7 +139,7 @@ class RolloutProcess:
             probe=weights_pb2.Probe(token_ids=encode_tensor(np.array(PROBE, dtype=np.int32)), num_decoded=4),
         )
         receiving = self.stub.ReceiveWeights.future(request, timeout=60)
-        manifest = build_manifest(self.weights, 64 * 1024, self.adapter)
+        manifest = build_manifest(self.weights, 64 * 1024, self.adapter, deltas=self.deltas)
         try:
             sent = self.publisher.publish(
                 iter(self.weights[:num_sent]),

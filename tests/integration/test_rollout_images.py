@@ -2,6 +2,7 @@
 against transformers, and no feature of older weights under newer ones.
 """
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from rolecall.columns import IMAGES
@@ -34,13 +36,14 @@ class Seen:
     """A replica with a model that sees, and two versions of its weights by transformers."""
 
     def __init__(self, rollout: RolloutProcess, paths: list[Path], family: str) -> None:
-        stored = getattr(torch, sampled_dtype(family))
-        self.rollout, self.family = rollout, family
+        self.dtype = getattr(torch, sampled_dtype(family))
+        self.rollout, self.paths, self.family = rollout, paths, family
         tokens = read_visual_tokens(paths[0])
         assert tokens is not None
         self.tokens = tokens
         self.processor = AutoImageProcessor.from_pretrained(paths[0])
-        self.models = [AutoModelForImageTextToText.from_pretrained(path, dtype=stored).float().eval() for path in paths]
+        read = AutoModelForImageTextToText.from_pretrained
+        self.models = [read(path, dtype=self.dtype).float().eval() for path in paths]
         self.weights = [sampled_weights(path, family) for path in paths]
 
     def prompt(self, images: list[bytes], tail: int = 70) -> trajectory_pb2.Prompt:
@@ -208,7 +211,30 @@ def test_groups_kept_over_a_publish_see_their_images_by_the_weights_that_they_go
     assert num_mixed > 0, "no response was under way over the publish"
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_what_changed_in_towers_and_language_models_is_all_that_a_delta_brings(seen: Seen, tmp_path: Path) -> None:
+    whole = dict(seen.weights[0])
+    changed = {name: tensor.clone() for name, tensor in whole.items()}
+    for tensor in changed.values():
+        tensor.view(-1)[::50] *= 1.5
+    almost = tmp_path / "almost"
+    shutil.copytree(seen.paths[0], almost)
+    save_file(changed, almost / "model.safetensors", metadata={"format": "pt"})
+    seen.models[1] = AutoModelForImageTextToText.from_pretrained(almost, dtype=seen.dtype).float().eval()
+    seen.rollout.deltas = True
+    seen.rollout.open_epoch()
+    shares = []
+    for weights in (whole, changed):
+        seen.rollout.weights = sorted(weights.items())
+        sent, received = seen.rollout.publish()
+        assert received.digest == sent.digest
+        shares.append(sent.wire_bytes / sent.num_bytes)
+    assert shares[0] >= 1
+    assert shares[1] < 0.05
+    prompt = seen.prompt([picture(36, 20, 0), picture(32, 32, 1)])
+    assert seen.gap(1, prompt, seen.generate(prompt)) < seen.most
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 def test_adapters_of_the_language_model_answer_what_the_base_s_tower_sees(family: VisionFamily, tmp_path: Path) -> None:
     path = write_vision(tmp_path / "model", family)
     lora, generator = LoraSection(rank=4, alpha=12.0, target_modules=ALL_LINEAR), torch.Generator().manual_seed(0)

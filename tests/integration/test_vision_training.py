@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageTextToText
 
-from rolecall.settings import LoraSection, ParallelSection
+from rolecall.settings import ParallelSection
 from rolecall.training.engine import TokenOutputs, ValueOutputs
 from rolecall.training.fsdp.engine import FsdpEngine
 from rolecall.training.model.attention.packed import plan_attention
@@ -31,6 +31,7 @@ from tests.vision_rig import (
     OTHER_WIDE,
     SHOWS,
     WIDE,
+    adapters,
     make_episodes,
     make_row,
     make_rows,
@@ -322,8 +323,16 @@ def test_weights_are_published_under_the_directorys_own_names_and_tied_ones_once
 
 
 def write_as_on_the_hub(path: Path, folder: Path) -> Path:
-    """A copy in `folder` of the Qwen2.5-VL in `path`, under the names and with the flat config of published ones."""
+    """A copy in `folder` of the Qwen2-VL or 2.5-VL in `path`, under the names and with the flat config of published
+    ones, or of the GLM-4.1V, of which published ones say rotary positions otherwise.
+    """
     shutil.copytree(path, folder)
+    if (tree := json.loads((path / "config.json").read_text()))["model_type"] == "glm4v":
+        rope = tree["text_config"].pop("rope_parameters")
+        tree["text_config"]["rope_scaling"] = {"rope_type": "default", "mrope_section": rope["mrope_section"]}
+        tree["text_config"] |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor")}
+        (folder / "config.json").write_text(json.dumps(tree))
+        return folder
     weights = load_file(path / "model.safetensors")
     named = {
         name.replace("model.visual.", "visual.").replace("language_model.", ""): each for name, each in weights.items()
@@ -343,15 +352,16 @@ def write_as_on_the_hub(path: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "glm4v"])
 def test_a_directory_as_on_the_hub_is_trained_and_exported_under_its_own_names(
-    paths: dict[str, Path], tmp_path: Path
+    paths: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
-    path, rows = paths["qwen2_5_vl"], make_rows()
+    path, rows = paths[family], make_rows()
     hub = write_as_on_the_hub(path, tmp_path / "hub")
     engine, usual = make_engine(hub, optimizer=SECTION), make_engine(path, optimizer=SECTION)
     assert train(engine, hub, num_steps=1) == train(usual, path, num_steps=1)
     names = load_file(hub / "model.safetensors").keys()
-    assert "visual.patch_embed.proj.weight" in names
+    assert ("visual.patch_embed.proj.weight" in names) == (family != "glm4v")
     assert weights_of(engine).keys() == names
     save(engine, tmp_path / "checkpoint")
     whole = exported(tmp_path / "checkpoint")
@@ -421,9 +431,7 @@ def test_a_critic_reads_images_and_its_head_learns(tmp_path: Path, family: Visio
 def test_adapters_of_the_language_model_are_those_of_peft_and_merge_into_the_directorys_names(
     paths: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
-    path, section = paths[family], LoraSection(rank=4, alpha=12.0)
-    if family == "qwen3_vl_moe":  # what else there is in a layer are experts
-        section = LoraSection(rank=4, alpha=12.0, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
+    path, section = paths[family], adapters(family)
     engine = make_engine(path, optimizer=SECTION, lora=section)
     train(engine, path, num_steps=2)
     adapter = {name: tensor.clone() for name, tensor in engine.named_weights()}

@@ -19,7 +19,7 @@ from rolecall.errors import ConfigError
 from rolecall.settings import RewardModelSettings, RunSettings
 from services.reward_model.config import check_files
 from tests.conftest import MakeSettings
-from tests.tiny_models import write_image_processor, write_qwen3, write_vision
+from tests.tiny_models import VisionFamily, write_image_processor, write_qwen3, write_vision
 
 REFERENCE: dict[str, Any] = {"groups_per_batch": 2, "kl": {"reference": "ref", "kl_coef": 0.1}}
 
@@ -142,8 +142,8 @@ def test_a_reward_model_reads_text_alone(vision: Path) -> None:
 def test_a_model_of_text_and_images_is_trainable_and_others_are_named(vision: Path, tmp_path: Path) -> None:
     check_trainable(vision)
     config = tmp_path / "config.json"
-    config.write_text('{"model_type": "qwen2_vl", "text_config": {}, "vision_config": {"a": 1}}')
-    with pytest.raises(ConfigError, match=r"of model_type 'qwen2_vl', and only qwen2_5_vl, .* and qwen3_5_moe are tra"):
+    config.write_text('{"model_type": "internvl", "text_config": {}, "vision_config": {"a": 1}}')
+    with pytest.raises(ConfigError, match=r"of model_type 'internvl', and only qwen2_vl, .* and glm4v are trained"):
         check_trainable(tmp_path)
 
 
@@ -165,6 +165,7 @@ def test_experts_that_vllm_would_read_the_other_way_round_beside_adapters_are_re
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)  # torchvision
     vision = {"patch_size": 14, "spatial_merge_size": 2}
     text = {"model_type": "qwen3_vl_moe_text", "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    text |= {"norm_topk_prob": True}
     tree = {"model_type": "qwen3_vl_moe", "text_config": text, "vision_config": vision, "image_token_id": 7}
     (tmp_path / "config.json").write_text(json.dumps(tree))
     (tmp_path / "preprocessor_config.json").write_text("{}")
@@ -179,3 +180,50 @@ def test_experts_that_vllm_would_read_the_other_way_round_beside_adapters_are_re
         check_engine(make_settings(**given))
     given["weights"] = {"merge_adapters": True}
     check_engine(make_settings(**given))
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "changed", "complaint"),
+    [
+        (
+            "qwen3_vl_moe",
+            "text_config",
+            {"norm_topk_prob": None},
+            "text_config.norm_topk_prob .* is true, and it is n",
+        ),
+        ("qwen3_vl_moe", "text_config", {"norm_topk_prob": False}, "is true, and it is false"),
+        ("glm4v", "text_config", {"attention_bias": False}, "text_config.attention_bias .* is true, and it is false"),
+        ("glm4v", "text_config", {"rope_parameters": {"rope_type": "default"}}, "partial_rotary_factor of .* is 0.5"),
+        ("glm4v", "vision_config", {"rms_norm_eps": 1e-6}, "vision_config.rms_norm_eps .* is 1e-05, and it is 1e-06"),
+        ("glm4v", "vision_config", {}, ""),
+    ],
+)
+def test_numbers_that_vllm_or_transformers_has_written_in_its_code_are_held_to_it(
+    tmp_path: Path,
+    make_settings: MakeSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    family: VisionFamily,
+    part: str,
+    changed: dict[str, Any],
+    complaint: str,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)  # torchvision
+    path = write_vision(tmp_path, family)
+    tree = json.loads((path / "config.json").read_text())
+    tree[part] |= changed
+    (path / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match=complaint) if complaint else nullcontext():
+        check_engine(make_settings(model={"path": str(path)}))
+
+
+RUN = {"name": "run", "dir": "run", "num_steps": 1, "deterministic": True}
+
+
+@pytest.mark.parametrize(("model", "is_refused"), [({}, True), ({"freeze_vision_tower": True}, False)])
+def test_a_tower_whose_gradients_differ_each_time_is_refused_where_none_may(
+    tmp_path: Path, make_settings: MakeSettings, model: dict[str, Any], is_refused: bool
+) -> None:
+    path = write_vision(tmp_path, "glm4v")
+    settings = shown(make_settings, path, model=model, run=RUN, actor={"devices": [0]})
+    with pytest.raises(ConfigError, match=r"set model\.freeze_vision_tower") if is_refused else nullcontext():
+        lines(settings)

@@ -75,23 +75,28 @@ def load(path: Path, **fields: Any) -> list[RawPrompt]:
 # --- tokens -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("num_frames", [0, 1, 2])
 @given(
     width=st.integers(1, 3000),
     height=st.integers(1, 3000),
     patch=st.sampled_from([4, 14, 16]),
-    least=st.integers(1, 300),
-    more=st.integers(0, 300),
+    least=st.integers(1, 300 * 28**2),
+    more=st.integers(0, 300 * 28**2),
 )
 def test_an_image_has_as_many_tokens_as_the_library_makes_of_it(
-    width: int, height: int, patch: int, least: int, more: int
+    num_frames: int, width: int, height: int, patch: int, least: int, more: int
 ) -> None:
+    from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as of_glm
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    factor = 2 * patch
-    bounds = least * factor**2, (least + more) * factor**2
-    tokens = VisualTokens(PAD, patch, 2, *bounds)
+    factor, bounds = 2 * patch, (least, least + more)
+    tokens = VisualTokens(PAD, patch, 2, *bounds, num_frames)
     try:
-        rows, columns = smart_resize(height, width, factor, *bounds)
+        rows, columns = (
+            of_glm(num_frames, height, width, num_frames, factor, *bounds)
+            if num_frames
+            else smart_resize(height, width, factor, *bounds)
+        )
     except ValueError:
         with pytest.raises(InvalidInputError, match="200 times as long as it is wide"):
             tokens.number(width, height)
@@ -133,6 +138,30 @@ def test_the_tokens_of_a_model_are_read_from_the_files_that_its_processor_is_rea
     own = {"image_processor": {"patch_size": 4, "size": {"shortest_edge": 128, "longest_edge": 256}}}
     (tmp_path / "processor_config.json").write_text(json.dumps(own))
     assert read_visual_tokens(tmp_path) == VisualTokens(PAD, 4, 2, 128, 256)
+
+
+def test_the_bounds_of_glms_processor_are_those_of_the_pixels_of_both_frames(tmp_path: Path) -> None:
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+    from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+
+    own: dict[str, Any]
+    for kind, own in (
+        (Glm4vImageProcessorPil, {}),
+        (Glm46VImageProcessorPil, {"size": {"shortest_edge": 256, "longest_edge": 8192}, "max_pixels": 64}),
+    ):
+        name = kind.__name__.removesuffix("Pil")
+        write_seeing(tmp_path, {"model_type": "glm4v"})
+        written = {"image_processor_type": name, "patch_size": 4, "merge_size": 2, **own}
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(written))
+        library, tokens = kind.from_pretrained(tmp_path), require_visual_tokens(tmp_path)
+        assert (tokens.min_pixels, tokens.max_pixels) == (library.size.shortest_edge, library.size.longest_edge)
+        for size in ((7, 90), (64, 64), (300, 200)):
+            assert tokens.number(*size) == len(library(images=[Image.new("RGB", size)])["pixel_values"]) // 4
+        own_digest = read_processor_digest(tmp_path)
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(library.to_dict()))
+        assert read_processor_digest(tmp_path) == own_digest, "what a file leaves out stands as the library has it"
+    with pytest.raises(ConfigError, match="its image processor is Qwen2VLImageProcessor; images are counted as Glm4vI"):
+        read_visual_tokens(write_seeing(tmp_path, {"model_type": "glm4v"}))
 
 
 def test_a_processor_is_told_from_another_by_what_it_makes_of_an_image(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rolecall.data.images.tokens import (
     read_visual_tokens,
     require_visual_tokens,
 )
-from rolecall.data.model.files import ModelFacts, sees_images
+from rolecall.data.model.files import ModelFacts, model_json, sees_images
 from rolecall.errors import ConfigError
 from rolecall.settings import CriticSection, ReferenceSection, RunSettings, SftSettings
 
@@ -31,6 +31,12 @@ def check_images(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
     if not settings.shows_images:
         why = "as no images are shown (data.images_field, environments.*.max_image_bytes)"
     stays = settings.freezes_vision_tower or settings.actor.lora is not None
+    is_glm = model_json(path / "config.json").get("model_type") == "glm4v"
+    if is_glm and not stays and settings.run.deterministic and settings.actor.devices:
+        raise ConfigError(
+            f"run.deterministic: torch computes the gradient of where patches stand in the vision tower of model.path "
+            f"{path}, a glm4v, in another order each time on GPUs; set model.freeze_vision_tower"
+        )
     yield (
         f"vision tower: {facts.num_tower_parameters / 1e6:,.2f}M of these parameters, "
         + (f"which stay as they are, {why}" if stays else "trained with the rest (model.freeze_vision_tower)")

@@ -3,14 +3,14 @@
 A chat template puts one placeholder for each image. A prompt has it once for every vector that the vision tower makes
 of the image, which is what trainers compute on; vLLM is given it once, with the image, and repeats it by itself.
 
-The arithmetic is that of transformers' Qwen2VLImageProcessor, which all families use. It stands here because the
+The arithmetic is that of transformers' Qwen2VLImageProcessor, and of Glm4vImageProcessor. It stands here because the
 library's imports torch, and takes seconds, where a controller counts tokens; a test holds it to the library's.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -20,12 +20,29 @@ from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError, InvalidInputError
 from rolecall.settings import RunSettings
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
 """Values of model_type of models whose prompts may show images."""
-_PROCESSOR = "Qwen2VLImageProcessor"
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-"""The processor's `size` where its configuration has none."""
+
+
+@dataclass(frozen=True)
+class _Processor:
+    """An image processor of transformers."""
+
+    names: tuple[str, ...]
+    """Classes that compute the same; the first stands where a configuration names none."""
+    size: Mapping[str, int]
+    """The `size` that stands where a configuration has none."""
+    is_glm: bool = False
+    """Whether it counts an image as several frames (VisualTokens.num_frames)."""
+
+
+_QWEN = _Processor(("Qwen2VLImageProcessor",), {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
+_GLM = _Processor(
+    ("Glm4vImageProcessor", "Glm46VImageProcessor"),
+    {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000},
+    is_glm=True,
+)
 _PIXELS = {
     "resample": 3,
     "do_rescale": True,
@@ -35,9 +52,9 @@ _PIXELS = {
     "image_std": [0.26862954, 0.26130258, 0.27577711],
     "temporal_patch_size": 2,
 }
-"""What else of the processor's configuration says what becomes of an image, and what stands where it does not."""
+"""What else of a processor's configuration says what becomes of an image, and what stands where it does not."""
 _MAX_RATIO = 200
-"""Greatest ratio of an image's sides that the processor takes."""
+"""Greatest ratio of an image's sides that a processor takes."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +69,28 @@ class VisualTokens:
     min_pixels: int
     max_pixels: int
     """Images are resized to have so many pixels."""
+    num_frames: int = 0
+    """Frames as which GLM's processor counts the pixels of an image; 0: the processor is Qwen's."""
 
     def number(self, width: int, height: int) -> int:
         """Tokens of an image of so many pixels. InvalidInputError for one that the model's processor refuses."""
+        factor, given = self.patch_size * self.merge_size, (width, height)
+        if self.num_frames and min(given) < factor:
+            grown = max(factor / height, factor / width)
+            width, height = int(width * grown), int(height * grown)
         if max(width, height) > _MAX_RATIO * min(width, height):
             raise InvalidInputError(
-                f"an image of {width} x {height} pixels is more than {_MAX_RATIO} times as long as it is wide; cut it"
+                f"an image of {given[0]} x {given[1]} pixels is more than {_MAX_RATIO} times as long as it is wide; "
+                "cut it"
             )
-        factor = self.patch_size * self.merge_size
+        frames = max(self.num_frames, 1)
         rows, columns = round(height / factor), round(width / factor)
-        if rows * columns * factor**2 > self.max_pixels:
-            shrunk = math.sqrt(height * width / self.max_pixels)
+        if frames * rows * columns * factor**2 > self.max_pixels:
+            shrunk = math.sqrt(frames * height * width / self.max_pixels)
             rows = max(1, math.floor(height / shrunk / factor))
             columns = max(1, math.floor(width / shrunk / factor))
-        elif rows * columns * factor**2 < self.min_pixels:
-            grown = math.sqrt(self.min_pixels / (height * width))
+        elif frames * rows * columns * factor**2 < self.min_pixels:
+            grown = math.sqrt(self.min_pixels / (frames * height * width))
             rows, columns = math.ceil(height * grown / factor), math.ceil(width * grown / factor)
         return rows * columns
 
@@ -120,21 +144,22 @@ def read_visual_tokens(path: Path, setting: str = "model.path") -> VisualTokens 
     config = _json(path / "config.json", setting)
     if config.get("model_type") not in FAMILIES:
         return None
-    processor = _processor(path, setting)
-    kind = str(processor.get("image_processor_type", _PROCESSOR))
+    known, processor = _GLM if config["model_type"] == "glm4v" else _QWEN, _processor(path, setting)
+    kind = str(processor.get("image_processor_type", known.names[0]))
     keeps_size = not processor.get("do_resize", True)
-    if not kind.startswith(_PROCESSOR) or keeps_size:
+    if not kind.startswith(known.names) or keeps_size:
         raise ConfigError(
             f"{setting} {path}: its image processor is {kind}"
             + (" without do_resize" if keeps_size else "")
-            + f"; images are counted as {_PROCESSOR} resizes them; give the model its own preprocessor_config.json"
+            + f"; images are counted as {known.names[0]} resizes them; give the model its own preprocessor_config.json"
         )
-    edges = _edges(processor)
+    edges = _edges(known, processor)
     found = {
         "image_token_id in config.json": config.get("image_token_id"),
         "patch_size": processor.get("patch_size", 14),
         "merge_size": processor.get("merge_size", 2),
         **{f"{name} (or size.{edge})": edges.get(edge) for name, edge in _EDGES.items()},
+        **({"temporal_patch_size": processor.get("temporal_patch_size", 2)} if known.is_glm else {}),
     }
     wrong = [name for name, value in found.items() if not isinstance(value, int) or value < 1]
     vision = config.get("vision_config") or {}
@@ -192,13 +217,13 @@ def image_processor_of(settings: RunSettings, path: Path) -> str:
     return read_processor_digest(path) if settings.shows_images else ""
 
 
-def _edges(processor: dict[str, Any]) -> dict[str, Any]:
+def _edges(known: _Processor, processor: dict[str, Any]) -> dict[str, Any]:
     """The bounds of an image's pixels as the library finds them: a `size` that is there stands for the default as a
-    whole, whatever it lacks, and min_pixels and max_pixels go before it.
+    whole, whatever it lacks, and min_pixels and max_pixels go before it, which GLM's processor does not read.
     """
     size = processor.get("size")
     own = {edge: processor[name] for name, edge in _EDGES.items() if processor.get(name) is not None}
-    return {**(_SIZE if size is None else size if isinstance(size, dict) else {}), **own}
+    return {**(known.size if size is None else size if isinstance(size, dict) else {}), **({} if known.is_glm else own)}
 
 
 def _processor(path: Path, setting: str) -> dict[str, Any]:

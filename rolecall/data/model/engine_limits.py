@@ -3,6 +3,7 @@ something else than was asked for.
 """
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rolecall.data.model.files import (
     QWEN3_5_TEXT,
     has_recurrent_layers,
     max_model_tokens,
+    model_json,
     model_shapes,
     tensor_names,
     text_config,
@@ -32,7 +34,9 @@ CPU_BLOCK_TOKENS = 32
 """Tokens that a cache block on CPUs has a multiple of; with another vLLM loads the model first and refuses it then."""
 _CPU_DELTA_RULE_DIMS = (64, 128)
 """Head dimensions, the same of keys and values, that vLLM's gated delta rule takes on CPUs, in bfloat16 alone."""
-_OF_QWEN = ("qwen2", "qwen2_5_vl_text", "qwen3")
+_GLM_EPSILON = 1e-5
+"""What the norms of a glm4v's vision tower add, to vLLM where the top of config.json has no rms_norm_eps."""
+_OF_QWEN = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3")
 """Values of model_type that vLLM computes by its Qwen 2."""
 
 
@@ -47,6 +51,7 @@ def check_engine(settings: RunSettings) -> None:
     _check_split(settings.model.path, settings.rollout.tensor_parallel_size)
     _check_stages(settings.model.path, settings.rollout.pipeline_parallel_size)
     _check_images(settings.model.path)
+    _check_seeing(settings.model.path, "model.path")
     _check_gpt_oss(settings.model.path, "model.path")
     _check_stablelm(settings.model.path, "model.path")
     _check_windows(settings.model.path, "model.path")
@@ -62,6 +67,7 @@ def check_server(section: ModelServer, path: Path, setting: str) -> None:
     """ConfigError when vLLM cannot serve the model at `path` as `section` says, which is `setting` in the file."""
     check_engine_arguments(section.engine, f"{setting}.engine")
     _check_split(path, section.tensor_parallel_size, setting)
+    _check_seeing(path, f"{setting}.model")
     _check_gpt_oss(path, f"{setting}.model")
     _check_stablelm(path, f"{setting}.model")
     _check_windows(path, f"{setting}.model")
@@ -98,6 +104,29 @@ def _check_images(path: Path) -> None:
             f"model.path {path} is a model of text and images, whose processor in vLLM needs torchvision, which is not "
             "installed; install the version that fits torch (docs/images.md says how on CPUs)"
         )
+
+
+def _check_seeing(path: Path, model: str) -> None:
+    """ConfigError when vLLM and transformers would compute the model of text and images at `path` apart. Either has
+    numbers written in its code, which config.json may say otherwise. `model` names the model.
+    """
+    config, text = model_json(path / "config.json", model), text_config(path)
+    kind, fixed = config.get("model_type"), dict[str, tuple[Any, Any]]()
+    if kind == "qwen3_vl_moe":
+        fixed["text_config.norm_topk_prob"] = (text.get("norm_topk_prob"), True)
+    if kind == "glm4v":
+        epsilon = (config.get("vision_config") or {}).get("rms_norm_eps", _GLM_EPSILON)
+        turned = text.get("partial_rotary_factor", rope_parameters(text).get("partial_rotary_factor"))
+        fixed["text_config.attention_bias"] = (text.get("attention_bias"), True)
+        fixed["text_config.partial_rotary_factor"] = (turned, 0.5 if turned is None else turned)
+        fixed["vision_config.rms_norm_eps"] = (epsilon, config.get("rms_norm_eps", _GLM_EPSILON))
+    for name, (found, wanted) in fixed.items():
+        if found != wanted:
+            raise ConfigError(
+                f"{model} {path}: vLLM and transformers compute a {kind} alike where {name} of config.json is "
+                f"{json.dumps(wanted)}, and it is {json.dumps(found)}; take config.json from the model as it was "
+                "published, or use another model"
+            )
 
 
 def _check_served_experts(path: Path) -> None:

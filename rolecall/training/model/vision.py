@@ -61,7 +61,9 @@ class VisionTower:
         self._hf = hf
         config = hf.config.vision_config
         self._is_windowed = hf.config.model_type == "qwen2_5_vl"
-        self._head_size: int = config.hidden_size // config.num_heads
+        self._interpolates = hasattr(self.module, "num_grid_per_side")
+        width: int = config.embed_dim if hf.config.model_type == "qwen2_vl" else config.hidden_size
+        self._head_size = width // config.num_heads
         self._patch_size: int = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.merge: int = config.spatial_merge_size
         """Rows, and columns, of patches that make one feature."""
@@ -119,7 +121,7 @@ class VisionTower:
         grids_I3 = torch.tensor([[1, rows, columns]])
         patches_PC = torch.zeros(rows * columns, self._patch_size, device="meta", dtype=self.module.dtype)
         given = self._given(grids_I3, torch.device("meta"))
-        return torch.cat(self._made(self.module(patches_PC, grid_thw=grids_I3, patches=trace, **given)))
+        return torch.cat(self._made(self.module(patches_PC, patches=trace, **given)))
 
     def sees_windows(self, layer: int) -> bool:
         """Whether the tower's layer of this number attends within windows."""
@@ -142,7 +144,7 @@ class VisionTower:
         if windows:
             plans.append(plan(windows, given["cu_window_seqlens"]))
         patches_PC = torch.cat(list(shown.patches_PC)).to(device, dtype, non_blocking=True)
-        return self._made(self.module(patches_PC, grid_thw=shown.grids_I3, patches=plans, **given))
+        return self._made(self.module(patches_PC, patches=plans, **given))
 
     def _made(self, output: Any) -> list[torch.Tensor]:
         """[V, H] each: the features that stand in the place of tokens' embeddings, then those that are added to the
@@ -153,11 +155,15 @@ class VisionTower:
     def _given(self, grids_I3: torch.Tensor, device: torch.device) -> dict[str, Any]:
         """Computes on the host what the tower would of `grids_I3` on the device, and wait for."""
         bounds = get_vision_cu_seqlens(grids_I3)
-        given: dict[str, Any] = {"position_ids": get_vision_position_ids(grids_I3, self.merge), "cu_seqlens": bounds}
+        given: dict[str, Any] = {
+            "grid_thw": grids_I3,  # all but GLM's leave it unread
+            "position_ids": get_vision_position_ids(grids_I3, self.merge),
+            "cu_seqlens": bounds,
+        }
         if self._is_windowed:
             index, windows = get_vision_window_index(grids_I3, *self._window_sizes())
             given |= {"window_index": index, "cu_window_seqlens": windows}
-        else:
+        elif self._interpolates:
             tower = self.module
             taps, weights = get_vision_interpolation_indices_and_weights(
                 grids_I3,

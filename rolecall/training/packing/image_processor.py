@@ -17,8 +17,10 @@ from torch.nn.functional import interpolate
 from transformers import AutoImageProcessor
 from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import SizeDict
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from rolecall.data.images.tokens import require_visual_tokens
 from rolecall.errors import ConfigError
 from rolecall.wire import Array
 
@@ -32,13 +34,21 @@ def load_processor(path: Path) -> Any:
     """
     if importlib.util.find_spec("torchvision") is not None:
         return AutoImageProcessor.from_pretrained(path)
-    processor = ProcessorByTorch.from_pretrained(path)
+    processor = load_by_torch(path)
     if processor.resample != _BICUBIC:
         raise ConfigError(
             f"{path}: preprocessor_config.json has resample {processor.resample}, not {_BICUBIC}, which "
             "trainers compute with torchvision alone; install it"
         )
     return processor
+
+
+def load_by_torch(path: Path) -> Any:
+    """The image processor of the model directory `path` without torchvision. The families of
+    rolecall/data/images/tokens.py have no others.
+    """
+    kind = _GlmsByTorch if require_visual_tokens(path).num_frames else _QwensByTorch
+    return kind.from_pretrained(path)
 
 
 class _ResizedByTorch(PilBackend):  # type: ignore[misc]  # transformers says no types of it
@@ -54,5 +64,9 @@ class _ResizedByTorch(PilBackend):  # type: ignore[misc]  # transformers says no
         return resized
 
 
-class ProcessorByTorch(Qwen2VLImageProcessorPil, _ResizedByTorch):  # type: ignore[misc]
-    """Qwen2VLImageProcessor without torchvision. The families of rolecall/data/images/tokens.py have no other."""
+class _QwensByTorch(Qwen2VLImageProcessorPil, _ResizedByTorch):  # type: ignore[misc]
+    """The image processor Qwen2VLImageProcessor, computed without torchvision."""
+
+
+class _GlmsByTorch(Glm4vImageProcessorPil, _ResizedByTorch):  # type: ignore[misc]
+    """The image processor Glm4vImageProcessor, computed without torchvision; Glm46VImageProcessor is the same."""

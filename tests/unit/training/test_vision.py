@@ -14,7 +14,7 @@ from rolecall.data.model.adapters import num_adapter_parameters
 from rolecall.data.model.files import read_model
 from rolecall.data.model.trainable import check_parallel
 from rolecall.errors import ConfigError
-from rolecall.settings import LoraSection, ParallelSection
+from rolecall.settings import ParallelSection
 from rolecall.training.account.flops import count_flops
 from rolecall.training.model.attention.packed import attend_packed, plan_attention
 from rolecall.training.model.lora import add_adapters
@@ -22,7 +22,7 @@ from rolecall.training.model.packed_model import build_model, language_layers, l
 from rolecall.training.packing.images import ImageReader, ReadImages, place_images
 from rolecall.training.packing.pack import pack
 from tests.tiny_models import VisionFamily, write_vision
-from tests.vision_rig import CPU, SHOWS, SQUARE, TALL, WIDE, make_row, make_rows, oracle_inputs, read_images
+from tests.vision_rig import CPU, SHOWS, SQUARE, TALL, WIDE, adapters, make_row, make_rows, oracle_inputs, read_images
 
 FAMILIES: tuple[VisionFamily, ...] = get_args(VisionFamily)
 
@@ -122,10 +122,8 @@ def test_a_tower_costs_what_torch_counts_when_transformers_runs_it(
 
 
 def test_adapters_are_of_the_language_model_and_counted_as_such(paths: dict[str, Path]) -> None:
-    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     for family, path in paths.items():
-        of_attention = {"target_modules": attention} if family == "qwen3_vl_moe" else {}
-        section = LoraSection(rank=3, **of_attention)
+        section = adapters(family, rank=3)
         model = build_model(path, "policy", torch.float32)
         assert len(layers(model)) == 4
         assert len(language_layers(model)) == 2
