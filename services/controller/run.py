@@ -311,6 +311,8 @@ class ControllerRun:
         """The ledger's balance. TimeoutError after COUNTS_S; the look goes on for those who ask next."""
         if self._counting is None or self._counting.done():
             self._counting = asyncio.ensure_future(self._threads.call(self._ledger.counts))
+            # it may fail when all who asked have gone
+            self._counting.add_done_callback(lambda look: look.cancelled() or look.exception())
         async with asyncio.timeout(COUNTS_S):
             return await asyncio.shield(self._counting)
 
