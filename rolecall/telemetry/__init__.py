@@ -317,6 +317,8 @@ def _configure_logs(section: TelemetrySection, role: str, worker: str) -> None:
     chatty_level = logging.DEBUG if section.log_level == "DEBUG" else logging.WARNING
     for name in _CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(chatty_level)
+    # a stream whose caller is gone is closed outside the context in which its span began: nothing is lost by it
+    logging.getLogger("opentelemetry.context").setLevel(logging.CRITICAL)
     logging.captureWarnings(True)
 
 

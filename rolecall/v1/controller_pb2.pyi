@@ -421,8 +421,9 @@ class RunStatus(_message.Message):
     last_failure: _builtins.str
     """The failure behind the last of them; empty before the first."""
     trouble: _builtins.str
-    """What is in the way at present and waited for, for people: the store that is away or gave no counts in time, a scorer
-    that gives no scores, with its address and last error; empty when nothing is.
+    """What is in the way at present, for people: the store that is away or gave no counts in time, a scorer that gives no
+    scores, with its address and last error, which the run waits for; why no checkpoint could be saved, which another is
+    tried for; empty when nothing is.
     """
     last_drop: _builtins.str
     """The newest group that was dropped because something failed, with the reason and the error; empty before the first that this controller dropped. The

@@ -71,6 +71,8 @@ class RunBoard:
         """Stream position of the newest committed group that a loop of this process has read."""
         self.last_drop = ""
         """The newest group that was dropped because something failed."""
+        self.unsaved = ""
+        """Since which step no checkpoint could be saved, and why; empty where the last try was."""
         self.num_recoveries = 0
         self.last_failure = ""
         self._resumed = asyncio.Event()
@@ -118,6 +120,11 @@ class RunBoard:
     def drop(self, gid: int, reason: str, error: str) -> None:
         """A group was dropped because of `error`."""
         self.last_drop = f"group {gid}: {reason}: {error[:MAX_DROP_CHARS]}"
+        self._changed.set()
+
+    def saved(self, unsaved: str = "") -> None:
+        """A checkpoint was saved; or could not be, as `unsaved` says."""
+        self.unsaved = unsaved
         self._changed.set()
 
     def start_over(self, failure: str) -> None:

@@ -214,6 +214,7 @@ class Loop:
             if wanted():
                 await self._checkpoint()
         except NO_ROOM as error:
+            self._parts.board.saved(f"no checkpoint since step {self._saver.saved_step}: {error.message}")
             logger.error(
                 "no checkpoint before step %d: %s; the last one stands, and another is tried",
                 self._step + 1,
@@ -428,6 +429,7 @@ class Loop:
 
         async def committed(path: str) -> None:
             self._at("checkpoint is committed")
+            parts.board.saved()
             for request in requests:  # before the sweep, which may fail and be made up for by the next one
                 if not request.done():
                     request.set_result((path, step))

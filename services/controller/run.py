@@ -210,11 +210,13 @@ class ControllerRun:
         return self._ledger.fenced.take_set_back()
 
     async def _beat(self) -> None:
-        """The controller's own heartbeat in the store, outages of which it outlives: runs until cancelled. FencedError
-        when another controller took the run.
+        """The controller's own heartbeat in the store, outages of which it outlives: runs until cancelled, and shows
+        the numbers that say whether store and checkpoints take what they are given. FencedError when another controller
+        took the run.
         """
         while True:
             heard = Metrics()
+            heard.min("checkpoint/saved", 0 if self._board.unsaved else 1)
             try:
                 await self._threads.call(self._ledger.beat)
                 heard.min("store/reachable", 1)
@@ -273,6 +275,7 @@ class ControllerRun:
         board, workers, trouble = self._board, self._fleet.statuses(), [self._connected.reward.trouble]
         if any(trouble):  # which of its scorers is behind it a service of ours knows itself
             trouble += [f"{each.worker}: {each.phase}" for each in workers if each.role == controller_pb2.ROLE_REWARD]
+        trouble.append(board.unsaved)
         ledger = None
         try:
             if self._ledger.ctl:
@@ -308,6 +311,8 @@ class ControllerRun:
         """The ledger's balance. TimeoutError after COUNTS_S; the look goes on for those who ask next."""
         if self._counting is None or self._counting.done():
             self._counting = asyncio.ensure_future(self._threads.call(self._ledger.counts))
+            # it may fail when all who asked have gone
+            self._counting.add_done_callback(lambda look: look.cancelled() or look.exception())
         async with asyncio.timeout(COUNTS_S):
             return await asyncio.shield(self._counting)
 

@@ -1,7 +1,8 @@
-"""The rules for Prometheus, by its own tool, where that is installed: they parse, and say what they should of made-up
-minutes.
+"""The rules for Prometheus: they name numbers that are shown. By its own tool, where that is installed, they parse, and
+say what they should of made-up minutes.
 """
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 import yaml
 
 HERE = Path(__file__).resolve().parent
-RULES = HERE.parents[1] / "deploy" / "kubernetes" / "components" / "prometheus" / "rules.yaml"
+ROOT = HERE.parents[1]
+RULES = ROOT / "deploy" / "kubernetes" / "components" / "prometheus" / "rules.yaml"
 PROMTOOL = shutil.which("promtool")
 
 
@@ -21,3 +23,11 @@ def test_the_rules_parse_and_say_what_they_should(tmp_path: Path) -> None:
     for words in (["check", "rules", "rules.yaml"], ["test", "rules", "rules_test.yaml"]):
         done = subprocess.run([str(PROMTOOL), *words], cwd=tmp_path, capture_output=True, text=True, timeout=60.0)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_number_that_the_rules_name_is_one_that_a_role_shows_and_the_documents_explain() -> None:
+    named = set(re.findall(r'name="([a-z_/]+)"', RULES.read_text()))
+    assert {"store/reachable", "checkpoint/saved"} <= named
+    told = (ROOT / "docs" / "metrics.md").read_text()
+    sources = "".join(file.read_text() for folder in ("services", "rolecall") for file in (ROOT / folder).rglob("*.py"))
+    assert {name for name in named if f'"{name}"' not in sources or f"`{name}`" not in told} == set()

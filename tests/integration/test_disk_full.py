@@ -214,7 +214,11 @@ async def test_a_run_whose_disk_fills_up_goes_on_keeps_its_last_checkpoint_and_c
             await life.reaches(8)
             committed = sorted(path.parent.name for path in (disk / "run" / "checkpoints").glob("*/COMMITTED"))
             assert committed[-1] in ("step-00000002", "step-00000004")
+            status = await life.shows(lambda status: status.trouble)
+            assert status.trouble.startswith(f"no checkpoint since step {int(committed[-1][5:])}: ")
+            assert "No space left on device" in status.trouble
             ballast.unlink()
+            await life.shows(lambda status: not status.trouble)
             await life.ends()
     assert (disk / "run" / "checkpoints" / "step-00000012" / "COMMITTED").exists()
     told = [record.getMessage() for record in caplog.records]

@@ -1,5 +1,6 @@
 """Metrics combine as they say, traces survive storage, and logs say who speaks."""
 
+import contextvars
 import io
 import json
 import logging
@@ -7,7 +8,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from typing import Any
@@ -121,6 +122,23 @@ def test_lines_for_people_are_short_and_come_once() -> None:
     assert first.endswith(" rollout-0 claimed 3 groups")
     assert second.endswith(" rollout-0 ERROR lost")
     assert traceback[-1] == "ValueError: no"
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_a_stream_whose_caller_is_gone_is_no_error_of_the_tracing() -> None:
+    """Nobody reads on, so that its generator is closed outside the context in which its span began."""
+
+    def stream() -> Generator[int, None, None]:
+        with telemetry.tracer().start_as_current_span("Train"):
+            yield 1
+
+    said = io.StringIO()
+    with redirect_stderr(said):
+        telemetry.configure(TelemetrySection(), "actor", "actor")
+        answers = stream()
+        assert contextvars.copy_context().run(next, answers) == 1
+        answers.close()
+    assert said.getvalue() == ""
 
 
 @pytest.mark.usefixtures("restored_logging")
