@@ -274,6 +274,8 @@ def _server(client: Client, where: Mapping[str, Any]) -> _Server:
     info: dict[str, Any] = {}
     for part in ("server", "memory", "persistence"):
         info |= client.info(part, **where)
+    if info.get("loading"):  # until it has read its file it says that it has none
+        raise exceptions.BusyLoadingError("it reads its append-only file")
     return _Server(info, _fsync(client, where), _default_user_may_all(client, where))
 
 

@@ -52,11 +52,16 @@ async def serve_controller(args: ServiceArgs) -> None:
         await server.start()
         await server.set_serving(True)
         running = asyncio.ensure_future(_run(controller))
-        try:
-            await serve(server, failed=running)
-        finally:
+
+        async def give_back() -> None:
             running.cancel()
             await asyncio.wait([running], timeout=GIVE_BACK_S)
+
+        try:
+            # while heartbeats are still heard: who is not would be given up
+            await serve(server, drain=give_back, failed=running)
+        finally:
+            await give_back()
     finally:
         await controller.close()
 

@@ -41,6 +41,8 @@ RANDOM_S = 0.4
 """A random instant lies within so many seconds."""
 CUT_S = 1.5
 """Longest cut."""
+SLOW_S = 6.0
+"""Longest that a wire is slow."""
 END_S = 90.0
 """For the run to end once asked."""
 LOOK_S = 5.0
@@ -50,6 +52,7 @@ AHEAD = 12
 NUM_CALM_STEPS = 3
 """Steps applied after the last fault, before the run is ended."""
 _HANGS = (Kind.STOP, Kind.ZOMBIE)
+_SIGNALS = {Kind.KILL: signal.SIGKILL, Kind.TERM: signal.SIGTERM}
 
 
 LIGHT = "tests.chaos.roles"
@@ -254,11 +257,11 @@ class Driver:
         record = Record(fault, time.monotonic(), exactly)
         if fault.kind in _HANGS and fault.target in self._seen.open:
             return  # it is starting: one that hangs before it has joined is only known by controller.start_timeout_s
-        if fault.kind is Kind.CUT:
-            self._cut(fault)
+        if fault.kind in (Kind.CUT, Kind.SLOW):
+            self._disturb(fault)
         elif fault.kind is not Kind.LOST_REPLY:
             pid = self._pid_of(fault.target)
-            if pid is None or not send(pid, signal.SIGKILL if fault.kind is Kind.KILL else signal.SIGSTOP):
+            if pid is None or not send(pid, _SIGNALS.get(fault.kind, signal.SIGSTOP)):
                 logger.info("%s found nobody", fault)
                 return
             if fault.kind is not Kind.KILL:
@@ -272,17 +275,20 @@ class Driver:
         pid = self._seen.pids.get(target)
         return pid if pid is not None and exists(pid) else self._process().pid_of(target)
 
-    def _cut(self, fault: Fault) -> None:
+    def _disturb(self, fault: Fault) -> None:
         if fault.target == "store":
             links = [link for name, link in self._links.items() if name.endswith(":store")]
         else:
             links = [link for name, link in self._links.items() if name.partition(":")[0] == fault.target]
             links = links if fault.size < 0.5 else links[: 1 + int(fault.size * 10) % len(links)]
         for link in links:
-            link.cut(fault.size * CUT_S)
+            if fault.kind is Kind.CUT:
+                link.cut(fault.size * CUT_S)
+            else:
+                link.slow(fault.size * SLOW_S)
 
     async def _watch_stopped(self, record: Record, pid: int) -> None:
-        """Notes when a stopped process is killed; wakes a zombie up."""
+        """Notes when a process that was stopped, or asked to end, has ended; wakes a zombie up."""
         until = (
             time.monotonic() + self._plan.lease_s * (0.3 + 1.4 * record.fault.size)
             if record.fault.kind is Kind.ZOMBIE

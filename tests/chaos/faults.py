@@ -13,20 +13,26 @@ class Kind(StrEnum):
 
     KILL = "kill"
     """SIGKILL."""
+    TERM = "term"
+    """SIGTERM: it is asked to end."""
     STOP = "stop"
     """SIGSTOP, left so: a hang."""
     ZOMBIE = "zombie"
     """SIGSTOP, and SIGCONT about a lease later."""
     CUT = "cut"
     """Its connections break and are refused for a while."""
+    SLOW = "slow"
+    """What goes over its connections is held up for a while."""
     LOST_REPLY = "lost reply"
     """The store has done what it was asked, and its answer never arrives."""
 
 
+WIRED = (Kind.CUT, Kind.SLOW, Kind.LOST_REPLY)
+"""What is done on the way to a role."""
 RANDOM = "random"
 """The phase of a fault that hits at a random instant."""
 
-_WEIGHTS = {Kind.KILL: 76, Kind.STOP: 6, Kind.ZOMBIE: 6, Kind.CUT: 6, Kind.LOST_REPLY: 6}
+_WEIGHTS = {Kind.KILL: 64} | dict.fromkeys([Kind.TERM, Kind.STOP, Kind.ZOMBIE, *WIRED], 6)
 
 
 def _store(*scripts: str) -> tuple[str, ...]:
@@ -112,7 +118,7 @@ class Fault:
     """Worker whose phase it waits for; mostly the target itself."""
     phase: str
     size: float
-    """In [0, 1): how long a stop or a cut lasts, and when a random instant is."""
+    """In [0, 1): how long a stop, a cut or a slow wire lasts, and when a random instant is."""
 
     def __str__(self) -> str:
         where = self.phase if self.watched == self.target else f"{self.watched} {self.phase}"
@@ -125,8 +131,8 @@ def role_of(worker: str) -> str:
 
 
 def draw(seed: int, targets: list[str], phases: Mapping[str, tuple[str, ...]] = PHASES) -> Iterator[Fault]:
-    """Faults without end, over `targets` and the store. Where phases are only what heartbeats say, nothing is cut and
-    no answer lost.
+    """Faults without end, over `targets` and the store. Where phases are only what heartbeats say, no wire is
+    touched.
     """
     rng, number = random.Random(seed), 0
     workers = [target for target in targets if "/" not in target and target != "scorer"]
@@ -149,7 +155,7 @@ def draw(seed: int, targets: list[str], phases: Mapping[str, tuple[str, ...]] = 
             kind = Kind.ZOMBIE
         exactly = kind is Kind.LOST_REPLY or rng.random() < 0.75
         phase, size = rng.choice(found) if found and exactly else RANDOM, rng.random()
-        if kind in (Kind.CUT, Kind.LOST_REPLY) and (not wired or target in ("scorer", "reward/worker")):
+        if kind in WIRED and (not wired or target in ("scorer", "reward/worker")):
             continue
         yield Fault(number, target, kind, watched, phase, size)
         number += 1

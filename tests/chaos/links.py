@@ -1,4 +1,4 @@
-"""The driver's links: byte pumps between the roles that can be watched and cut, and the traps that a phase springs.
+"""The driver's links: byte pumps between the roles that can be watched, slowed and cut, and the traps of phases.
 
 A `Link` listens where clients call and forwards to where the role really listens. A `StoreSpy` on a link to the store
 reads which script goes by and what it answers, so that a fault can hit exactly before or after it, and an answer can be
@@ -20,6 +20,8 @@ from pathlib import Path
 from rolecall.store import scripts
 
 CHUNK_BYTES = 65536
+HELD_S = 0.15
+"""Seconds that a chunk is held up on a slow wire."""
 _DIGEST = re.compile(rb"EVALSHA\r\n\$40\r\n([0-9a-f]{40})\r\n")
 _BIG_REQUEST, _BIG_REPLY = 150, 60
 """Bytes above which a chunk on a gRPC connection is a call or an answer rather than the protocol's own chatter."""
@@ -75,7 +77,7 @@ class Link:
         self._target = target
         self._spy = spy
         self._pairs: set[_Pair] = set()
-        self._refuse_until = 0.0
+        self._refuse_until = self._slow_until = 0.0
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -91,6 +93,14 @@ class Link:
         self._refuse_until = time.monotonic() + refuse_s
         for pair in list(self._pairs):
             pair.close()
+
+    def slow(self, seconds: float) -> None:
+        """Holds up every chunk for HELD_S, for so many seconds."""
+        self._slow_until = time.monotonic() + seconds
+
+    async def _held_up(self) -> None:
+        if time.monotonic() < self._slow_until:
+            await asyncio.sleep(HELD_S)
 
     async def close(self) -> None:
         """Breaks every connection and listens no more."""
@@ -120,6 +130,7 @@ class Link:
         with contextlib.suppress(OSError):
             while data := await reader.read(CHUNK_BYTES):
                 self._spy.request(pair, data)
+                await self._held_up()
                 pair.server.write(data)
                 await pair.server.drain()
         pair.close()
@@ -129,6 +140,7 @@ class Link:
             while data := await reader.read(CHUNK_BYTES):
                 if self._spy.reply(pair, data):
                     break
+                await self._held_up()
                 pair.client.write(data)
                 await pair.client.drain()
         pair.close()

@@ -97,6 +97,8 @@ class Observer:
         now, record = time.monotonic(), self.open.get(target)
         if record is not None and record.fault.kind in _ENDS and now - record.hit_at < ON_ITS_WAY_S:
             return
+        if record is not None and record.fault.kind is Kind.TERM and record.noticed_at is None:
+            return  # it drains
         self.up.add(target)
         if record is not None:
             del self.open[target]

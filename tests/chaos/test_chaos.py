@@ -21,7 +21,7 @@ from tests.chaos.links import PhaseServer, Traps
 from tests.chaos.runs import TARGETS, WORKERS, light_chaos
 from tests.chaos.trainer import AMNESIA
 
-KILLS_EVERY_ROLE = 6
+KILLS_EVERY_ROLE = 91
 """A seed whose first kills are of every role."""
 NUM_KILLS = 15
 

@@ -177,6 +177,23 @@ def test_refusals_that_pass_are_waited_for(servers: PlainServers) -> None:
     connection.close()
 
 
+def test_a_server_that_reads_its_file_is_waited_for_and_not_taken_for_one_without(servers: PlainServers) -> None:
+    """Until it has read its append-only file it says that it has none."""
+    num_writes, delay_us = 30_000, 100
+    server = servers.start(**DURABLE, key_load_delay=str(delay_us))
+    with redis.Redis(port=server.port) as client, client.pipeline(transaction=False) as pipeline:
+        for number in range(num_writes):
+            pipeline.set("key", number)
+        pipeline.execute()
+    server.kill()
+    server.start()
+    began = time.monotonic()
+    connection = connect(section(f"redis://127.0.0.1:{server.port}"))
+    assert time.monotonic() - began > num_writes * delay_us * 1e-6 / 2, "it was still reading"
+    assert connection.command("GET", "key") == str(num_writes - 1).encode()
+    connection.close()
+
+
 def test_a_server_whose_access_lists_were_taken_away_is_not_refused_for_them(start_server: StartServer) -> None:
     port = start_server(**DURABLE, rename_command='ACL ""')
     connect(section(f"redis://127.0.0.1:{port}")).close()

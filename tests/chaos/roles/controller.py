@@ -11,7 +11,7 @@ def main() -> int:
     """Exit code of the process."""
     args = through_the_wire(parse_args("controller"), "controller")
     hook_of(args.settings, args.worker).at("starting")
-    return run(lambda: serve_controller(args), "controller")
+    return run(lambda: serve_controller(args), "controller", has_end=True)
 
 
 if __name__ == "__main__":
