@@ -1,6 +1,6 @@
 """The whole file: all sections, and what follows from several of them. The checks that need several are in checks/."""
 
-from typing import Any, Self
+from typing import Self
 
 from pydantic import PrivateAttr, field_validator, model_validator
 
@@ -12,7 +12,7 @@ from rolecall.settings.deadlines import Deadline, derive, filled_in
 from rolecall.settings.optimizers import OptimizerSection
 from rolecall.settings.reward.components import RewardSection
 from rolecall.settings.rollout import EnvironmentSection, RolloutSection
-from rolecall.settings.section import Section
+from rolecall.settings.section import Named, Section
 from rolecall.settings.services import (
     ControllerSection,
     LauncherSection,
@@ -38,10 +38,10 @@ class RunSettings(Section):
     algorithm: AlgorithmSection
     controller: ControllerSection = ControllerSection()
     rollout: RolloutSection = RolloutSection()
-    environments: dict[str, EnvironmentSection] = {}
+    environments: Named[EnvironmentSection] = {}
     actor: ActorSection = ActorSection()
     critic: CriticSection | None = None
-    references: dict[str, ReferenceSection] = {}
+    references: Named[ReferenceSection] = {}
     reward: RewardSection
     weights: WeightsSection = WeightsSection()
     launcher: LauncherSection = LauncherSection()
@@ -211,16 +211,6 @@ class RunSettings(Section):
     def episode_tokens(self, environment: EnvironmentSection) -> int:
         """Most tokens of the row of an episode in `environment`, all segments together."""
         return environment.max_row_tokens or self.conversation_tokens
-
-    @field_validator("references", "environments", mode="before")
-    @classmethod
-    def _without_those_set_to_null(cls, sections: Any) -> Any:
-        """Leaves out sections that are null, so that a file can leave out one of its recipe."""
-        return (
-            {name: section for name, section in sections.items() if section is not None}
-            if isinstance(sections, dict)
-            else sections
-        )
 
     @field_validator("environments")
     @classmethod
