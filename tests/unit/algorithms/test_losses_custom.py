@@ -70,6 +70,9 @@ def test_anything_but_a_loss_per_token_is_refused(tmp_path: Path) -> None:
         "from rolecall.algorithms.losses import TokenLosses\n\n\ndef loss(batch):\n    return "
         "TokenLosses(batch.logprobs_N[:1], {})\n"
     )
+    detached = source.replace("logprobs_N[:1]", "logprobs_N.detach()")
+    with pytest.raises(OwnFunctionError, match=r"losses_N has no graph to the policy; compute it from"):
+        token_losses(of("loss_without_graph", tmp_path, detached), batch())
     with pytest.raises(OwnFunctionError, match=r"losses_N has shape \(1,\); the microbatch has \(3,\)"):
         token_losses(of("loss_of_one", tmp_path, source), batch())
 
