@@ -8,7 +8,8 @@ help.
     ├── ConfigError               bad configuration or command line        INVALID_ARGUMENT     never retry
     ├── InvalidInputError         a bad request field, prompt or dataset   INVALID_ARGUMENT     never retry
     │   ├── PromptTooLongError    prompt + response exceed the model       INVALID_ARGUMENT     never retry
-    │   └── BadGroundTruthError   nothing a scorer could compare with      INVALID_ARGUMENT     never retry
+    │   ├── BadGroundTruthError   nothing a scorer could compare with      INVALID_ARGUMENT     never retry
+    │   └── OwnFunctionError      the user's function fails: the role, too INVALID_ARGUMENT     never retry
     ├── UnauthenticatedError      who calls is not known                   UNAUTHENTICATED      never retry
     │   └── PermissionDeniedError a known caller may not                   PERMISSION_DENIED    never retry
     ├── NotFoundError             a named thing does not exist             NOT_FOUND            never retry
@@ -94,6 +95,10 @@ class PromptTooLongError(InvalidInputError):
 
 class BadGroundTruthError(InvalidInputError):
     reason = "BAD_GROUND_TRUTH"
+
+
+class OwnFunctionError(InvalidInputError):
+    reason = "OWN_FUNCTION"
 
 
 class UnauthenticatedError(RoleCallError):
@@ -288,3 +293,9 @@ class AbstainedError(ScorerError):
 
 class NotOnThisDeviceError(RoleCallError):
     status, reason = "UNIMPLEMENTED", "NOT_ON_THIS_DEVICE"
+
+
+ENDS_ROLE = (OutOfMemoryError, OwnFunctionError)
+"""Errors that answer a call of a trainer and end its process, too: the step may be partly applied, and another start
+cannot help.
+"""

@@ -4,11 +4,12 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rolecall.errors import ConfigError
+from rolecall.errors import ConfigError, OwnFunctionError
 from rolecall.settings import PluginSection
 
 MAY_BE_ASYNC = "--may-be-async"
@@ -103,6 +104,24 @@ def load_plugin(section: PluginSection, field: str, first: str = "a batch") -> C
     except Exception as error:  # anything may come out of a module of the user's
         raise ConfigError(
             f"{field} {section.name!r} cannot be imported: {type(error).__name__}: {error}; correct the module"
+        ) from error
+
+
+def call_plugin(section: PluginSection, field: str, batch: object, *, passing: tuple[type[Exception], ...] = ()) -> Any:
+    """Calls the function of `section` with `batch` and the section's options. OwnFunctionError names `field`, the
+    line of its module and what it raised; errors of `passing` say nothing of the function, and pass through.
+    """
+    function = load_plugin(section, field)
+    try:
+        return function(batch, **section.options)
+    except passing:
+        raise
+    except Exception as error:  # anything may come out of a function of the user's
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        own = [f" in {frame.filename}, line {frame.lineno}" for frame in frames if frame.filename == frames[0].filename]
+        raise OwnFunctionError(
+            f"{field} {section.name!r} raised {type(error).__name__}{''.join(own[-1:])}: {error}; correct it, and go "
+            "on with --resume"
         ) from error
 
 

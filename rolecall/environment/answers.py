@@ -246,15 +246,15 @@ def _observations(messages: Messages, roles: Sequence[str]) -> list[environment_
     if isinstance(messages, str):
         messages = Message(roles[0], messages)
     if isinstance(messages, Message | ImageMessage) or not isinstance(messages, Iterable):
-        messages = [messages]
-    return [_observation(message) for message in messages]
+        return [_observation(messages, type(messages).__name__)]
+    return [_observation(message, f"{type(messages).__name__} of {type(message).__name__}") for message in messages]
 
 
-def _observation(message: object) -> environment_pb2.Observation:
+def _observation(message: object, kind: str) -> environment_pb2.Observation:
     if not isinstance(message, Message | ImageMessage):
         raise EpisodeLostError(
-            f"the environment answered a {type(message).__name__} in place of a message; give text, a Message or a "
-            "list of Messages, or these in an Opening (reset) or an Answer (step)"
+            f"the environment answered a {kind} in place of a message; give text, a Message or a list of Messages, or "
+            "these in an Opening (reset) or an Answer (step)"
         )
     return environment_pb2.Observation(role=message.role, parts=map(_part, _parts(message)))
 

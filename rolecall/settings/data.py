@@ -10,6 +10,7 @@ from rolecall.settings.section import (
     CheckpointUrl,
     ConfigPath,
     DataFiles,
+    Named,
     NonNegativeInt,
     Section,
     UnitFloat,
@@ -259,5 +260,5 @@ class EvaluationSection(Section):
     """Whether the next step is sampled and trained meanwhile; its publish waits for the evaluation. Not with rollouts
     that sleep while the trainers work (rollout.sleep_mode).
     """
-    sets: dict[str, EvaluationSet] = {}
+    sets: Named[EvaluationSet] = {}
     """Held-out sets by name. With an environment a name has at most 200 characters, printable ASCII."""

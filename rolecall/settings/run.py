@@ -1,6 +1,6 @@
 """The whole file, checked and filled in. The checks that need several sections are in checks/."""
 
-from typing import Any, Self
+from typing import Self
 
 from pydantic import PrivateAttr, field_validator, model_validator
 
@@ -31,16 +31,6 @@ class RunSettings(RunSections):
     def require_same_gpus(self) -> None:
         """ConfigError unless actor and rollouts that take shifts on GPUs have the same ones of each machine."""
         placement.require_same_gpus(self)
-
-    @field_validator("references", "environments", mode="before")
-    @classmethod
-    def _without_those_set_to_null(cls, sections: Any) -> Any:
-        """Leaves out sections that are null, so that a file can leave out one of its recipe."""
-        return (
-            {name: section for name, section in sections.items() if section is not None}
-            if isinstance(sections, dict)
-            else sections
-        )
 
     @field_validator("environments")
     @classmethod

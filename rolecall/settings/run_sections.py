@@ -6,7 +6,7 @@ from rolecall.settings.data import DataSection, EvaluationSection, ModelSection,
 from rolecall.settings.optimizers import OptimizerSection
 from rolecall.settings.reward.components import RewardSection
 from rolecall.settings.rollout import EnvironmentSection, RolloutSection
-from rolecall.settings.section import Section
+from rolecall.settings.section import Named, Section
 from rolecall.settings.services import (
     ControllerSection,
     LauncherSection,
@@ -31,10 +31,10 @@ class RunSections(Section):
     algorithm: AlgorithmSection
     controller: ControllerSection = ControllerSection()
     rollout: RolloutSection = RolloutSection()
-    environments: dict[str, EnvironmentSection] = {}
+    environments: Named[EnvironmentSection] = {}
     actor: ActorSection = ActorSection()
     critic: CriticSection | None = None
-    references: dict[str, ReferenceSection] = {}
+    references: Named[ReferenceSection] = {}
     reward: RewardSection
     weights: WeightsSection = WeightsSection()
     launcher: LauncherSection = LauncherSection()

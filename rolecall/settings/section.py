@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -35,6 +35,7 @@ NonNegativeInt: TypeAlias = Annotated[int, Field(ge=0)]
 NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
 UnitFloat: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 
+_Section = TypeVar("_Section")
 
 MAX_NAME_BYTES = 255
 """Bytes in the name of a file or folder, as Linux has it."""
@@ -65,6 +66,18 @@ def absolute(value: object, info: Any) -> object:
             f"a name of {longest} bytes stands in the path, and a file system takes {MAX_NAME_BYTES}; shorten it"
         )
     return path
+
+
+def _without_null(sections: object) -> object:
+    if not isinstance(sections, dict):
+        return sections
+    return {name: section for name, section in sections.items() if section is not None}
+
+
+Named: TypeAlias = Annotated[dict[str, _Section], BeforeValidator(_without_null)]
+"""Sections by their names; one that is null is absent, so that a file leaves out one of its recipe, and a command line
+one of its file.
+"""
 
 
 def spelled(pattern: str, how: str) -> AfterValidator:

@@ -87,6 +87,16 @@ def test_a_reference_that_a_recipe_has_can_be_left_out(config: Path) -> None:
     assert load_settings(config, [*without_kl, "references.ref=null"], RECIPES / "grpo.yaml").references == {}
 
 
+def test_a_component_a_server_and_a_held_out_set_can_be_left_out(config: Path) -> None:
+    more = [
+        "reward.components.short={scorer: {kind: length, max_tokens: 9}}",
+        "evaluation.sets.more={path: a.jsonl}",
+    ]
+    fewer = ["reward.components.short=null", "evaluation.sets.more=null", "reward.servers.grader=null"]
+    settings, plain = load_settings(config, [*more, *fewer]), load_settings(config)
+    assert (settings.reward, settings.evaluation) == (plain.reward, plain.evaluation)
+
+
 def called(name: str) -> list[str]:
     quoted = json.dumps(name)
     return [f"references={{{quoted}: {{}}}}", f"algorithm.kl={{reference: {quoted}, kl_coef: 0.1}}"]

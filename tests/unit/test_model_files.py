@@ -225,6 +225,14 @@ def test_a_directory_that_is_not_there_is_told_once(config: Path) -> None:
     assert told.startswith("model.path must be a Hugging Face model directory, and there is no /elsewhere; ")
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "COMMITTED"])
+def test_a_run_or_a_checkpoint_is_told_once_with_what_makes_a_model_of_it(config: Path, name: str) -> None:
+    (config.parent / "other").mkdir()
+    (config.parent / "other" / name).touch()
+    (told,) = problems(config, f"model.path={config.parent}/other")
+    assert told.endswith(f"is a run or a checkpoint; `rolecall export {config.parent}/other DIR` makes one of it")
+
+
 @pytest.mark.parametrize("sizes", [{"head_dim": 16}, {"head_dim": None, "hidden_size": 64, "num_attention_heads": 4}])
 def test_heads_that_vllm_refuses_on_cpus_are_named_before_its_first_prompt(config: Path, sizes: dict[str, Any]) -> None:
     edit("config.json", **sizes)(config.parent / "model")

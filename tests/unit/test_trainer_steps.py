@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rolecall.algorithms.aggregation import Counts
-from rolecall.errors import InvalidInputError
+from rolecall.errors import InvalidInputError, OwnFunctionError, RoleCallError
 from rolecall.telemetry import Metrics
 from rolecall.training.account.memory import PhaseMemory
 from rolecall.training.engine import Loss, Microbatch, StepOutcome, TokenOutputs, ValueOutputs
@@ -107,9 +107,18 @@ def test_every_minibatch_of_every_epoch_is_one_update_and_skipped_ones_are_count
     assert per_update(metrics, ("actor/loss",), 4).values()["actor/loss"] == 1.5
 
 
-def test_a_failure_between_updates_is_never_an_answer() -> None:
-    engine = ScriptedEngine(StepOutcome(0.5, 1e-3, True), InvalidInputError("two reductions"))
-    with pytest.raises(RuntimeError, match="partly applied: two reductions"):
+@pytest.mark.parametrize(
+    ("failure", "raised", "message"),
+    [
+        (InvalidInputError("two reductions"), RuntimeError, "partly applied: two reductions"),
+        (OwnFunctionError("mine:loss raised"), OwnFunctionError, "^mine:loss raised$"),
+    ],
+)
+def test_a_failure_between_updates_is_an_answer_only_where_it_ends_the_role(
+    failure: RoleCallError, raised: type[Exception], message: str
+) -> None:
+    engine = ScriptedEngine(StepOutcome(0.5, 1e-3, True), failure)
+    with pytest.raises(raised, match=message):
         optimize(
             context_of(engine),
             share_of([1], [2]),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rolecall.checkpoint.manifest import COMMITTED
 from rolecall.data.images.tokens import FAMILIES
 from rolecall.data.json_text import parse_json
 from rolecall.errors import ConfigError
@@ -213,11 +214,16 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_model_folder(path: Path, setting: str = "model.path") -> None:
-    """ConfigError when there is no folder `path`, which `setting` names."""
+    """ConfigError when there is no folder `path`, which `setting` names, or it is that of a run or a checkpoint."""
     if not path.is_dir():
         raise ConfigError(
             f"{setting} must be a Hugging Face model directory, and there is no {path}; of a model on the hub, "
             f"`hf download ORGANISATION/NAME --local-dir {path}` makes one"
+        )
+    if not (path / "config.json").is_file() and any((path / name).is_file() for name in ("config.yaml", COMMITTED)):
+        raise ConfigError(
+            f"{setting} must be a Hugging Face model directory, and {path} is a run or a checkpoint; `rolecall export "
+            f"{path} DIR` makes one of it"
         )
 
 

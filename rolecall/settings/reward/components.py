@@ -18,6 +18,7 @@ from rolecall.settings.reward.scorers import ExternalScorer, FunctionScorer, Sco
 from rolecall.settings.section import (
     Conditions,
     ConfigPath,
+    Named,
     NonNegativeInt,
     Roots,
     ScorerServer,
@@ -122,9 +123,9 @@ def shadows_of(components: Mapping[str, RewardComponent]) -> frozenset[str]:
 class RewardSection(ServiceSection):
     """The reward service. With an `address`, any RewardService: ours or yours."""
 
-    components: dict[str, RewardComponent] = {}
+    components: Named[RewardComponent] = {}
     """Named parts; the reward is the weighted sum of those that apply to the prompt."""
-    servers: dict[str, ModelServer] = {}
+    servers: Named[ModelServer] = {}
     """Models that the run serves to its scorers, by the names that these give as `server`."""
     num_workers: PositiveInt = 2
     """Killable worker processes of the local service."""

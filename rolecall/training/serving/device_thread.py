@@ -4,7 +4,7 @@ no gRPC.
 A `RoleCallError` of a piece of work is that piece's answer: the role raises them only where every rank can go on.
 Anything else may have left a half-applied step or ranks out of step with each other, so it also ends the process
 (`failed`) and the role restarts from its checkpoint. The caller then gets a WorkerLostError, for asking again may help.
-An OutOfMemoryError does both: asking again does not help (memory.py).
+One of ENDS_ROLE does both: asking again does not help.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
-from rolecall.errors import ExhaustedError, OutOfMemoryError, RoleCallError, WorkerLostError
+from rolecall.errors import ENDS_ROLE, ExhaustedError, RoleCallError, WorkerLostError
 from rolecall.rpc.membership import Pulse
 from rolecall.telemetry.states import StateClock
 
@@ -112,7 +112,7 @@ class DeviceThread:
         self.num_waiting -= 1
         self._last_work = time.monotonic()
         error = None if future.cancelled() else future.exception()
-        ends = isinstance(error, OutOfMemoryError) or not isinstance(error, RoleCallError)
+        ends = isinstance(error, ENDS_ROLE) or not isinstance(error, RoleCallError)
         if error is not None and ends and not self.failed.done():
             logger.error("the device thread failed: %s", error, exc_info=error)
             self.failed.set_exception(error)

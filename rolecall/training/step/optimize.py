@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rolecall.errors import OutOfMemoryError, RoleCallError
+from rolecall.errors import ENDS_ROLE, RoleCallError
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Loss, Microbatch, StepOutcome, TokenOutputs, ValueOutputs
 from rolecall.training.serving.trainer import Progress
@@ -77,7 +77,7 @@ def optimize(
     `place`: that of the first update in the learning rate's schedule. `entropy`: whether the objective reads it.
 
     Whatever fails here leaves a step that is partly applied: it ends the role, as a RuntimeError, which is never an
-    answer (device_thread.py), or an OutOfMemoryError.
+    answer (device_thread.py), or one of ENDS_ROLE.
     """
     try:
         metrics, skipped = Metrics(), 0
@@ -98,7 +98,7 @@ def optimize(
         if context.group.is_leader:
             metrics.sum(f"{role}/skipped_steps", skipped)
         return metrics, skipped
-    except OutOfMemoryError:
+    except ENDS_ROLE:
         raise
     except RoleCallError as error:
         raise RuntimeError(f"a step failed when it may have been partly applied: {error.message}") from error

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from rolecall.checkpoint.manifest import StoredFile, verify_pieces
 from rolecall.checkpoint.storage import Storage, open_storage
-from rolecall.errors import InvalidInputError, OutOfMemoryError, OutOfOrderError, RoleCallError
+from rolecall.errors import ENDS_ROLE, InvalidInputError, OutOfOrderError, RoleCallError
 from rolecall.telemetry import Metrics
 from rolecall.training.engine import Microbatch, StatePart, TokenOutputs, ValueOutputs
 from rolecall.training.model.logits.logprobs import Wanted
@@ -131,13 +131,13 @@ class ColumnRanks:
 
     def follow(self) -> bool:
         """Does what rank 0 commands, until it stops the group; returns whether the run is over. A RoleCallError is
-        rank 0's to tell; anything else, and a lack of memory, ends this rank.
+        rank 0's to tell; anything else, and one of ENDS_ROLE, ends this rank.
         """
         with self.group.watched():
             for command in self.group.commands():
                 try:
                     self.obey(command)
-                except OutOfMemoryError:
+                except ENDS_ROLE:
                     raise
                 except RoleCallError as error:
                     logger.warning("%s failed on every rank: %s", command.WhichOneof("work"), error.message)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rolecall.algorithms.advantages import ScoredBatch, estimate
-from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.errors import ConfigError, OwnFunctionError
 from rolecall.plugins import load_function
 from rolecall.settings import (
     AdvantageSection,
@@ -74,17 +74,27 @@ def test_options_and_columns_reach_the_function(folder: Path) -> None:
         ("return Estimate(batch.totals_B)", r"shape \(1,\)"),
         ("return Estimate(batch.rewards_N / 0 * np.nan)", "not finite"),
         ("return Estimate(batch.rewards_N, batch.totals_B)", "returns_N has shape"),
+        ("return Estimate([0.0])", r"shape \(1,\)"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_what_a_function_returns_is_checked(folder: Path, body: str, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
+    with pytest.raises(OwnFunctionError, match=message):
         estimate(section(folder, body), outcomes([0], [1]))
+
+
+def test_a_function_that_raises_is_named_with_its_line(folder: Path) -> None:
+    message = (
+        r"algorithm\.advantage\.function 'mine_for_a_test:f' raised AttributeError in .*mine_for_a_test\.py, line 4: "
+        r"'ScoredBatch' object has no attribute 'mean'; correct it, and go on with --resume"
+    )
+    with pytest.raises(OwnFunctionError, match=message):
+        estimate(section(folder, "return Estimate(batch.mean)"), outcomes([0], [1]))
 
 
 def test_a_function_that_reads_values_must_give_the_critics_targets(folder: Path) -> None:
     batch = ScoredBatch.of_rows([0], [f32(0, 1)], [mask(0, 1)], [mask(0, 1)], {"values": [f32(0, 1)]})
-    with pytest.raises(InvalidInputError, match="returns_N"):
+    with pytest.raises(OwnFunctionError, match="returns_N"):
         estimate(section(folder, "return Estimate(batch.column('values'))", columns=("values",)), batch)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from rolecall.algorithms.losses import PolicyBatch, token_losses
 from rolecall.algorithms.losses.custom import load
-from rolecall.errors import ConfigError, InvalidInputError
+from rolecall.errors import ConfigError, OwnFunctionError
 from rolecall.settings import AlgorithmSection, CustomLoss
 from rolecall.training.objective.objectives import policy_columns
 
@@ -64,11 +64,24 @@ def test_options_that_the_function_does_not_take_are_named() -> None:
 
 
 def test_anything_but_a_loss_per_token_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="returned Tensor; return a TokenLosses"):
+    with pytest.raises(OwnFunctionError, match="returned Tensor; return a TokenLosses"):
         token_losses(of("loss_that_sums", tmp_path, "def loss(batch):\n    return batch.logprobs_N.sum()\n"), batch())
     source = (
         "from rolecall.algorithms.losses import TokenLosses\n\n\ndef loss(batch):\n    return "
         "TokenLosses(batch.logprobs_N[:1], {})\n"
     )
-    with pytest.raises(InvalidInputError, match=r"losses_N has shape \(1,\); the microbatch has \(3,\)"):
+    detached = source.replace("logprobs_N[:1]", "logprobs_N.detach()")
+    with pytest.raises(OwnFunctionError, match=r"losses_N has no graph to the policy; compute it from"):
+        token_losses(of("loss_without_graph", tmp_path, detached), batch())
+    with pytest.raises(OwnFunctionError, match=r"losses_N has shape \(1,\); the microbatch has \(3,\)"):
         token_losses(of("loss_of_one", tmp_path, source), batch())
+
+
+def test_a_function_that_raises_is_named_with_its_line_but_a_lack_of_memory_is_not_its_own(tmp_path: Path) -> None:
+    with pytest.raises(OwnFunctionError, match=r"'loss_that_errs:loss' raised AttributeError in .*errs\.py, line 2: "):
+        token_losses(of("loss_that_errs", tmp_path, "def loss(batch):\n    return batch.advantage_N\n"), batch())
+    source = "from rolecall.algorithms.losses import TokenLosses\ndef loss(batch):\n    return TokenLosses([], {})\n"
+    with pytest.raises(OwnFunctionError, match="losses_N is no tensor but list"):
+        token_losses(of("loss_of_a_list", tmp_path, source), batch())
+    with pytest.raises(MemoryError):
+        token_losses(of("loss_of_memory", tmp_path, "def loss(batch):\n    raise MemoryError\n"), batch())
