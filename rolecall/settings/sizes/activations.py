@@ -69,9 +69,10 @@ def tower_activations(path: Path, num_bytes: int) -> Activations | None:
 
 def _of_tower(vision: dict[str, Any], family: Family, size: int) -> Activations:
     """Each patch has what a token has, and its queries, keys and values also where one product made them."""
-    hidden, num_patches = vision["hidden_size"], vision["spatial_merge_size"] ** 2
+    hidden, num_patches = vision.get("embed_dim") or vision["hidden_size"], vision["spatial_merge_size"] ** 2
+    width = vision["mlp_ratio"] * hidden if "mlp_ratio" in vision else vision[family.width_name]
     norms = (family.num_norms * family.norm.kept(size) + family.num_inputs * size) * hidden
-    layer = num_patches * float(norms + 6 * size * hidden + family.widths * vision["intermediate_size"] * size)
+    layer = num_patches * float(norms + 6 * size * hidden + family.widths * width * size)
     return Activations(
         num_layers=vision["depth"],
         layer_input=num_patches * size * hidden,

@@ -53,6 +53,8 @@ class Family:
     """Tensors as wide as the feed-forward network that it keeps: the gate's input, its activation, what it multiplies,
     and the product; 2 where there is no gate.
     """
+    width_name: str = "intermediate_size"
+    """Name in a vision tower's configuration of how wide its layers' feed-forward network is."""
     routes_in_float32: bool = False
     """Whether its routers read float32."""
     gates_shared: bool = False
@@ -71,7 +73,8 @@ _OLMO = Family(_RMS_IN_FLOAT32, norms_heads=True)
 
 FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "ministral3", "mixtral", "qwen2", "seed_oss", "smollm3", "cwm"), _PLAIN),
-    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text", "ernie4_5", "glm", "granite", "granitemoe"), _PLAIN),
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _PLAIN),
+    **dict.fromkeys(("ernie4_5", "glm", "granite", "granitemoe"), _PLAIN),
     "deepseek_v2": _FLOAT32_ROUTED,
     **dict.fromkeys(("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "olmoe", "mellum"), _NORMED),
     **dict.fromkeys(("exaone4", "hunyuan_v1_dense", "minimax_m2"), _NORMED),
@@ -79,7 +82,7 @@ FAMILIES = {
     **dict.fromkeys(("dots1", "exaone_moe"), Family(norms_heads=True, routes_in_float32=True)),
     "qwen2_moe": Family(gates_shared=True),
     "phi3": Family(fuses_values=True),
-    "glm4": Family(num_norms=4),
+    **dict.fromkeys(("glm4", "glm4v", "glm4v_text"), Family(num_norms=4)),
     **dict.fromkeys(("gemma", "helium"), Family(_RMS_IN_FLOAT32)),
     "gpt_oss": Family(_RMS_IN_FLOAT32, expert_widths=7),  # what gate and up read and give is cut, and clamped
     **dict.fromkeys(("olmo2", "olmo3", "flex_olmo"), _OLMO),
@@ -95,7 +98,9 @@ FAMILIES = {
 }
 """How each family computes, by model_type."""
 TOWERS = {
+    "qwen2_vl": Family(_LAYER_NORM, widths=3),  # its activation's sigmoid stays, too
     "qwen2_5_vl": _PLAIN,
+    "glm4v": Family(width_name="out_hidden_size"),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _LAYER_NORMED),
 }
 """How vision towers compute, by the whole model's model_type."""

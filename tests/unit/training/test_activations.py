@@ -83,7 +83,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma4_text with experts": GEMMA_4 | LOCAL | {"enable_moe_block": True, "top_k_experts": 2} | EXPERTS,
 }
 """What is further in the configuration of a family, by its model_type, behind which may stand which of its models."""
-TEXTS = {"qwen2_5_vl": {}, "qwen3_vl": WIDE, "qwen3_vl_moe": WIDE | EXPERTS}
+TEXTS = {"qwen2_vl": {}, "qwen2_5_vl": {}, "glm4v": {}, "qwen3_vl": WIDE, "qwen3_vl_moe": WIDE | EXPERTS}
 SEEN = {
     "0.6B": (
         {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -235,7 +235,7 @@ def test_layers_that_differ_are_added_up_and_the_largest_is_the_one_that_is_comp
     assert found.layers == pytest.approx(3 * (found.layer - wider + keys) + wider - keys)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 def test_what_a_tower_keeps_of_a_token_of_an_image_is_what_autograd_keeps(tmp_path: Path, family: str) -> None:
     def of_an_image(depth: int) -> float:
         config, _ = vision_config(family, tied=False, vocab=96, num_layers=2)
@@ -247,9 +247,7 @@ def test_what_a_tower_keeps_of_a_token_of_an_image_is_what_autograd_keeps(tmp_pa
         grids_I3 = torch.tensor([[1, 16, 16]])
         patches_PC = torch.zeros(256, tower._patch_size, dtype=torch.bfloat16)
         given = tower._given(grids_I3, torch.device("cpu"))
-        return kept_bytes(model, lambda: tower.module(patches_PC, grid_thw=grids_I3, patches=_Attention(), **given)) / (
-            256 / 4
-        )
+        return kept_bytes(model, lambda: tower.module(patches_PC, patches=_Attention(), **given)) / (256 / 4)
 
     found = [of_an_image(depth) for depth in (4, 2)]
     reckoned = tower_activations(tmp_path, num_bytes=2)
