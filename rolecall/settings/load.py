@@ -207,18 +207,23 @@ def _said(kind: type[Section], item: ErrorDetails) -> str:
 
 def _suggestion(kind: type[BaseModel], location: Sequence[int | str]) -> str:
     """Suggests what may be meant by the unknown setting at `location` of a file of `kind`: a sibling of a similar name,
-    one of all siblings where a `kind` decides on them, or a setting of the same name elsewhere.
+    or a setting of the same name elsewhere. Where a `kind` decides on siblings it is one above, or else any of these.
     """
     *parents, name = map(str, location)
-    siblings = {field for section in _sections_at(kind, parents) for field in section.model_fields}
+    sections = _sections_at(kind, parents)
+    siblings = {field for section in sections for field in section.model_fields}
     near = did_you_mean(name, siblings)
     if near:
         return near
-    if "kind" in siblings:
-        return f" beside this kind (there are {', '.join(sorted(siblings - {'kind'})) or 'none'})"
     alike = sorted(
-        (path for path in set(_paths(kind, ())) if path[-1] == name), key=lambda path: (-_shared(path, parents), path)
+        (path for path in set(_paths(kind, ())) if path[-1] == name),
+        key=lambda path: (-_shared(path, parents), path),
     )
+    if "kind" in siblings:
+        above = [path for path in alike if _shared(path, parents) == len(path) - 1]
+        alike = [path for path in above if set(sections).isdisjoint(_sections_at(kind, path[:-1]))]
+        if not alike:
+            return f" beside this kind (there are {', '.join(sorted(siblings - {'kind'})) or 'none'})"
     return f" (did you mean {'.'.join(alike[0])!r}?)" if alike else ""
 
 
@@ -269,9 +274,9 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _shared(path: Sequence[str], parents: Sequence[str]) -> int:
-    """How many names from the top they share."""
+    """How many names from the top they share; the path has * for any."""
     return next(
-        (count for count, (one, other) in enumerate(zip(path, parents, strict=False)) if one != other),
+        (count for count, (one, other) in enumerate(zip(path, parents, strict=False)) if one not in ("*", other)),
         min(len(path), len(parents)),
     )
 

@@ -261,6 +261,18 @@ def test_a_file_that_says_two_things_or_none_is_refused(tmp_path: Path, added: b
             "actor.optimizer.muon=1",
             "actor.optimizer.muon: there is no such setting beside this kind (there are betas, ",
         ),
+        (
+            "actor.optimizer.gradient_checkpointing=true",
+            "no such setting (did you mean 'actor.gradient_checkpointing'?)",
+        ),
+        (
+            "reward.components={c: {scorer: {kind: length, weight: 1}}}",
+            "no such setting (did you mean 'reward.components.*.weight'?)",
+        ),
+        (
+            "reward.components={c: {scorer: {kind: length, target: 'm:f'}}}",
+            "c.scorer.target: there is no such setting beside this kind (there are max_tokens)",
+        ),
         ("run.xyzzy=1", "run.xyzzy: there is no such setting; correct or remove it"),
         ("reward.components={math: {scorr: 1}}", "reward.components.math.scorr: there is no such setting (did you"),
     ],

@@ -227,8 +227,8 @@ def load(
             key for key in shapes.keys() | index["shapes"].keys() if shapes.get(key) != index["shapes"].get(key)
         )
         raise CheckpointMismatchError(
-            f"{storage.url} was saved from another model or optimizer: {len(differing)} tensors differ, first "
-            f"{differing[0]!r}; use those it was made with"
+            f"{storage.url} was saved from another model or optimizer, or by a release that keeps it in other shapes: "
+            f"{len(differing)} tensors differ, first {differing[0]!r}; use those it was made with"
         )
     names = rank_files(index)
     # of the same layout the first has everything, and no other is opened
