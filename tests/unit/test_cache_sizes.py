@@ -157,3 +157,11 @@ def test_a_response_takes_what_vllm_reckons(tmp_path: Path, text: dict[str, Any]
     found = cache_sizes(tmp_path, RolloutSection(tensor_parallel_size=num_tensor), size=2)
     assert found is not None
     assert found.response_bytes(LONGEST, IN_FLIGHT) == of_vllm(layers)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"model_type": []}, {"num_hidden_layers": 0}, {"num_kv_shared_layers": 60}, {"per_layer_config": [1]}]
+)
+def test_a_configuration_that_cannot_be_reckoned_is_left_to_others(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_4 | wrong))
+    assert cache_sizes(tmp_path, RolloutSection(), size=2) is None

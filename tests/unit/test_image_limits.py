@@ -224,6 +224,9 @@ def test_a_tower_whose_gradients_differ_each_time_is_refused_where_none_may(
     tmp_path: Path, make_settings: MakeSettings, model: dict[str, Any], is_refused: bool
 ) -> None:
     path = write_vision(tmp_path, "glm4v")
-    settings = shown(make_settings, path, model=model, run=RUN, actor={"devices": [0]})
-    with pytest.raises(ConfigError, match=r"set model\.freeze_vision_tower") if is_refused else nullcontext():
-        lines(settings)
+    gae = {"groups_per_batch": 2, "advantage": {"kind": "gae"}}
+    actor = shown(make_settings, path, model=model, run=RUN, actor={"devices": [0]})
+    critic: dict[str, Any] = {"actor": {"devices": [0], "lora": {}}, "critic": {"devices": [1]}, "algorithm": gae}
+    for settings in (actor, shown(make_settings, path, model=model, run=RUN, **critic)):
+        with pytest.raises(ConfigError, match=r"set model\.freeze_vision_tower") if is_refused else nullcontext():
+            lines(settings)

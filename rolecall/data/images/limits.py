@@ -32,7 +32,9 @@ def check_images(settings: RunSettings, facts: ModelFacts) -> Iterator[str]:
         why = "as no images are shown (data.images_field, environments.*.max_image_bytes)"
     stays = settings.freezes_vision_tower or settings.actor.lora is not None
     is_glm = model_json(path / "config.json").get("model_type") == "glm4v"
-    if is_glm and not stays and settings.run.deterministic and settings.actor.devices:
+    whole = [each for each in (settings.actor, settings.critic) if each is not None and each.lora is None]
+    on_gpus = not settings.freezes_vision_tower and any(each.devices for each in whole)
+    if is_glm and settings.run.deterministic and on_gpus:
         raise ConfigError(
             f"run.deterministic: torch computes the gradient of where patches stand in the vision tower of model.path "
             f"{path}, a glm4v, in another order each time on GPUs; set model.freeze_vision_tower"

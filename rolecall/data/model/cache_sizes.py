@@ -15,7 +15,7 @@ from typing import Any
 from rolecall.data.model.files import text_config
 from rolecall.settings.rollout import RolloutSection
 from rolecall.settings.sizes.families import FAMILIES
-from rolecall.settings.sizes.layers import Layer, layers_of
+from rolecall.settings.sizes.layers import UNREADABLE, Layer, layers_of
 
 BLOCK_TOKENS = 16
 """Tokens of a block on GPUs, where the engine is not told otherwise and no state needs a larger one."""
@@ -74,13 +74,13 @@ def cache_sizes(path: Path, rollout: RolloutSection, size: int) -> CacheSizes | 
     not known. ConfigError where config.json cannot be read.
     """
     text = text_config(path)
-    if text.get("model_type") not in FAMILIES or "kv_cache_dtype" in rollout.engine:
+    if "kv_cache_dtype" in rollout.engine:
         return None
     given = rollout.engine.get("block_size")
     block = given if isinstance(given, int) and given > 0 else BLOCK_TOKENS
     try:
-        return _sizes(text, rollout, size, block)
-    except (LookupError, TypeError, ZeroDivisionError):
+        return _sizes(text, rollout, size, block) if text.get("model_type") in FAMILIES else None
+    except UNREADABLE:
         return None  # config.json lacks what such a model has, of which others complain
 
 

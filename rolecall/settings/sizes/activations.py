@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.settings.sizes.families import FAMILIES, TOWERS, Family
-from rolecall.settings.sizes.layers import Layer, language_model, layers_of, read_config
+from rolecall.settings.sizes.layers import UNREADABLE, Layer, language_model, layers_of, read_config
 
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, ZeroDivisionError, RecursionError)
+_UNREADABLE = (OSError, RecursionError, *UNREADABLE)
 """Raised where config.json is not there, or lacks what such a model has."""
 _CHUNK = 64
 """Tokens that a gated delta rule computes at a time."""

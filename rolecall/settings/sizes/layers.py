@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError)
+"""Raised where a configuration lacks what such a model has, or has something else in its place."""
 NUM_CHOSEN = ("num_experts_per_tok", "top_k_experts")
 """Names under which architectures keep how many of a layer's experts a token is sent to."""
 _DENSE_AT_FIRST = ("first_k_dense_replace", "num_dense_layers")
@@ -54,8 +56,8 @@ def num_chosen(text: dict[str, Any]) -> int:
 
 
 def layers_of(text: dict[str, Any]) -> list[Layer]:
-    """Every layer of the language model of the configuration `text`. KeyError, TypeError or ValueError where it lacks
-    what it must have.
+    """Every layer of the language model of the configuration `text`. One of UNREADABLE where it lacks what it must
+    have.
     """
     return [_layer(text, number) for number in range(text["num_hidden_layers"])]
 

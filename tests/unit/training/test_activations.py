@@ -49,6 +49,7 @@ GEMMA_4: dict[str, Any] = WIDE | {
     "num_global_key_value_heads": 2,
 }
 LOCAL, GLOBAL = {"layer_types": ["sliding_attention"] * 3}, {"layer_types": ["full_attention"] * 3}
+LISTED = '{"model_type": "llama", "num_hidden_layers": 1, "per_layer_config": [1]}'
 MODELS: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in ("llama", "qwen2", "mistral", "granite", "smollm3", "phi3", "olmo2", "olmo3")},
     **{kind: {} for kind in ("nemotron", "stablelm", "arcee", "cohere", "cohere2", "jais2", "starcoder2")},
@@ -289,7 +290,7 @@ def test_a_model_of_another_kind_is_not_guessed_at(tmp_path: Path) -> None:
     assert activations(tmp_path, 2) is None
     (tmp_path / "config.json").write_text('{"model_type": "mamba2", "hidden_size": 8}')
     assert activations(tmp_path, 2) is None
-    for wrong in ('{"model_type": "qwen3"}', "[]", "{", "[" * 100_000, '{"model_type": []}'):
+    for wrong in ('{"model_type": "qwen3"}', "[]", "{", "[" * 100_000, '{"model_type": []}', LISTED):
         (tmp_path / "config.json").write_text(wrong)
         assert activations(tmp_path, 2) is None, wrong[:20]
     config = Qwen3Config(**SHAPE).to_diff_dict() | {"model_type": "qwen3", "head_dim": None}
