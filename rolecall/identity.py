@@ -230,9 +230,17 @@ def adapters_to_begin_with(settings: RunSettings | SftSettings, lora: LoraSectio
 
 
 def settle(settings: RunSettings | SftSettings) -> None:
-    """Keeps in run.dir what the run is when it starts there, and compares when it goes on: with what is kept there and
-    in the newest checkpoint. ConfigError names what is another, as it was and as it is now; else raises as
-    `newest_checkpoint`.
+    """Keeps in run.dir what the run is when it starts there, and compares when it goes on. Raises as
+    `require_unchanged`.
+    """
+    keeps = require_unchanged(settings)
+    if keeps != kept(settings.run.dir):
+        replace_text(settings.run.dir / FILE, json.dumps(keeps, indent=1) + "\n")
+
+
+def require_unchanged(settings: RunSettings | SftSettings) -> dict[str, Any]:
+    """Compares `settings` with what is kept in run.dir and in the newest checkpoint, and returns what is to be kept.
+    ConfigError names what is another, as it was and as it is now; else raises as `newest_checkpoint`.
     """
     directory = settings.run.dir
     table = FIXED if isinstance(settings, RunSettings) else FIXED_OF_SFT
@@ -262,8 +270,7 @@ def settle(settings: RunSettings | SftSettings) -> None:
     keeps = {**{name: value for name, value in now.items() if value is not _UNTOLD}, **in_dir}
     if not keeps.get(RUN_ID):  # a run whose directory is lost is still the one that its checkpoints are of
         keeps[RUN_ID] = (newest.run_id if newest else "") or secrets.token_hex(8)
-    if keeps != in_dir:
-        replace_text(directory / FILE, json.dumps(keeps, indent=1) + "\n")
+    return keeps
 
 
 def _value_now(fixed: Fixed, settings: RunSettings | SftSettings) -> Any:

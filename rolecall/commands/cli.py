@@ -66,8 +66,10 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
             return check(settings, sys.stdout)
         from rolecall.commands.check import require
+        from rolecall.launcher.run_dir import require_place
         from rolecall.launcher.supervisor import train
 
+        require_place(settings, resume=arguments.resume)
         require(settings, sys.stdout)
         return train(settings, resume=arguments.resume)
     if arguments.command == "evaluate":

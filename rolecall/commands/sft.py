@@ -17,7 +17,7 @@ from rolecall.identity import settle
 from rolecall.launcher.last_words import describe_failure, final_line
 from rolecall.launcher.plan import ranks_command, role_environment, write_config
 from rolecall.launcher.processes import STARTED, STOP_TIMEOUT_S, Worker
-from rolecall.launcher.run_dir import prepare_run_dir
+from rolecall.launcher.run_dir import prepare_run_dir, require_place
 from rolecall.launcher.tell_trackers import tell_trackers
 from rolecall.lifeline import tied
 from rolecall.settings import SftSettings, child_environment
@@ -28,6 +28,7 @@ def sft(settings: SftSettings, *, resume: bool) -> int:
     """Runs `settings` to its end and returns the exit code: 0 done, 130 interrupted. Call it from the main thread.
     ConfigError or RoleCallError says what its ranks failed of.
     """
+    require_place(settings, resume=resume)
     say("starting  checking the model and the examples\n")
     require(settings, sys.stdout)
     lock = prepare_run_dir(settings, resume=resume)

@@ -17,7 +17,7 @@ from rolecall.checkpoint.storage import disk_folder
 from rolecall.config_file import read_tree
 from rolecall.disk import require_writable, writing
 from rolecall.errors import NotFoundError, RunExistsError, RunLockedError
-from rolecall.identity import newest_checkpoint
+from rolecall.identity import newest_checkpoint, require_unchanged
 from rolecall.rpc.tokens import FOLDER
 from rolecall.settings import JobSection, RunSettings, SftSettings
 from rolecall.shifts import FOLDER as SHIFTS
@@ -55,16 +55,27 @@ def require_folders(run: JobSection) -> None:
         require_writable(folder, "run.checkpoint_url")
 
 
-def prepare_run_dir(settings: RunSettings | SftSettings, *, resume: bool) -> int:
-    """Makes the run directory and returns a descriptor that holds its lock for as long as this process lives.
+def require_place(settings: RunSettings | SftSettings, *, resume: bool) -> None:
+    """Refuses a place that cannot be begun in, or gone on with, before anything that takes long. Changes nothing.
 
-    What an attempt left in which nothing was trained is taken away, but for its logs: the same command may be given
-    again once its mistake is mended. RunExistsError when it, or run.checkpoint_url, holds a run and `resume` is false,
-    or it holds what no run made; NotFoundError when both hold none and it is true, or what they hold is of `rolecall
-    sft` and not of `train`, or the other way round; RunLockedError when a launcher works in it.
+    RunExistsError when run.dir, or run.checkpoint_url, holds a run and `resume` is false, or run.dir holds what no run
+    made; NotFoundError when both hold none and it is true, or what they hold is of `rolecall sft` and not of `train`,
+    or the other way round; RunLockedError when a launcher works in run.dir; as `require_unchanged` when `resume` is
+    true.
     """
     directory = settings.run.dir
     _require_ours(directory)
+    if directory.is_dir():
+        with run_lock(directory):
+            _require_place(settings, resume)
+    else:
+        _require_place(settings, resume)
+    if resume:
+        require_unchanged(settings)
+
+
+def _require_place(settings: RunSettings | SftSettings, resume: bool) -> None:
+    directory = settings.run.dir
     kept = newest_checkpoint(settings) if settings.run.checkpoint_url is not None else None
     if kept is not None and not resume:
         raise RunExistsError(
@@ -79,15 +90,28 @@ def prepare_run_dir(settings: RunSettings | SftSettings, *, resume: bool) -> int
         raise NotFoundError(
             f"run.dir {directory} is of `rolecall {its}`, and `rolecall {mine}` cannot go on with it; name another"
         )
+    if not resume and holds_a_run(directory):
+        raise RunExistsError(
+            f"run.dir {directory} exists; resume that run with --resume, or name another with --run.dir"
+        )
+
+
+def prepare_run_dir(settings: RunSettings | SftSettings, *, resume: bool) -> int:
+    """Makes the run directory and returns a descriptor that holds its lock for as long as this process lives.
+
+    What an attempt left in which nothing was trained is taken away, but for its logs: the same command may be given
+    again once its mistake is mended. Raises as `require_place`, but compares no settings.
+    """
+    directory = settings.run.dir
+    _require_ours(directory)
+    if not directory.is_dir():
+        _require_place(settings, resume)
     with writing("make", directory):
         directory.mkdir(parents=True, exist_ok=True)
     lock = _lock(directory)
     try:
+        _require_place(settings, resume)
         if not resume and any(directory.iterdir()):
-            if holds_a_run(directory):
-                raise RunExistsError(
-                    f"run.dir {directory} exists; resume that run with --resume, or name another with --run.dir"
-                )
             _clear(directory)
         with writing("make", directory):
             (directory / "logs").mkdir(exist_ok=True)

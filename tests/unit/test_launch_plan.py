@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from rolecall.checkpoint.manifest import RunCheckpoints
 from rolecall.checkpoint.storage import open_storage
 from rolecall.commands.check import find_problems
+from rolecall.commands.cli import main
 from rolecall.errors import ConfigError, NotFoundError, RunExistsError
 from rolecall.launcher.last_words import describe_failure, last_words
 from rolecall.launcher.plan import _bind, metrics_binds, plan_workers, resolve, role_environment, write_config
@@ -325,3 +326,19 @@ def _found(settings: RunSettings) -> str:
     out = io.StringIO()
     find_problems(settings, out)
     return out.getvalue()
+
+
+def test_a_place_that_is_taken_is_told_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model that the file names is not there: reading it would have told that."""
+    config = write_light_config(tmp_path)
+    directory, nowhere = load_settings(config).run.dir, f"--model.path={tmp_path}/none"
+    (directory / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (directory / "identity.json").write_text("{}")
+    assert main(["train", str(config), nowhere]) == 1
+    assert capsys.readouterr().err == (
+        f"rolecall: run.dir {directory} exists; resume that run with --resume, or name another with --run.dir\n"
+    )
+    assert main(["train", str(config), nowhere, "--resume"]) == 1
+    assert f"run.dir {directory} holds no run to resume" in capsys.readouterr().err

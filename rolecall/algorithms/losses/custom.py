@@ -33,13 +33,14 @@ def custom(batch: PolicyBatch, section: CustomLoss) -> TokenLosses:
                 f"{FIELD} {section.name!r}: {name} has shape {tuple(column_N.shape)}; "
                 f"the microbatch has {tuple(batch.mask_N.shape)}"
             )
-    if batch.logprobs_N.requires_grad and not result.losses_N.requires_grad:
+    if batch.logprobs_N.requires_grad and not result.losses_N.requires_grad and batch.mask_N.any():
         raise OwnFunctionError(
             f"{FIELD} {section.name!r}: losses_N has no graph to the policy; compute it from batch.logprobs_N or "
             "batch.ratio_N(), without detach()"
         )
-    # What stands outside the mask weighs 0, which a number that is not finite would survive.
+    # What stands outside the mask weighs 0, which a number that is not finite would survive. It has a graph all the
+    # same: where nothing is trained on, the function may have given plain zeros.
     return TokenLosses(
-        torch.where(batch.mask_N, result.losses_N, 0.0),
+        torch.where(batch.mask_N, result.losses_N, torch.where(batch.mask_N, batch.logprobs_N, 0.0)),
         {f"custom/{name}": column_N.detach() for name, column_N in result.shown.items()},
     )

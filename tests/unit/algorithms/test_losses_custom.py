@@ -1,5 +1,6 @@
 """A policy loss that the user wrote: the example, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,14 @@ def test_a_function_that_raises_is_named_with_its_line_but_a_lack_of_memory_is_n
         token_losses(of("loss_of_a_list", tmp_path, source), batch())
     with pytest.raises(MemoryError):
         token_losses(of("loss_of_memory", tmp_path, "def loss(batch):\n    raise MemoryError\n"), batch())
+
+
+def test_a_microbatch_without_a_token_to_train_on_may_have_zeros_for_its_losses(tmp_path: Path) -> None:
+    source = (
+        "import torch\nfrom rolecall.algorithms.losses import TokenLosses\n\n\ndef loss(batch):\n"
+        "    return TokenLosses(torch.zeros_like(batch.logprobs_N), {})\n"
+    )
+    masked = replace(batch(), mask_N=torch.zeros(3, dtype=torch.bool))
+    token_losses(of("loss_of_nothing", tmp_path, source), masked).losses_N.sum().backward()
+    assert masked.logprobs_N.grad is not None
+    assert masked.logprobs_N.grad.tolist() == [0.0, 0.0, 0.0]
