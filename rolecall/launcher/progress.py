@@ -57,6 +57,10 @@ TROUBLE_S = 5.0
 goes.
 """
 
+OTHER_TROUBLE_S = 60.0
+"""Least time between two lines of trouble, the second of which says something else: one may last while another comes.
+"""
+
 DROPS_S = 10.0
 """Least time between two lines of groups that failed."""
 
@@ -150,7 +154,7 @@ class PlainView:
         self._last_drop = ""
         self._drop_said_at = float("-inf")
         self._trouble_since: float | None = None
-        self._trouble_said = False
+        self._trouble_said, self._trouble_said_at = "", float("-inf")
 
     def show(self, status: controller_pb2.RunStatus) -> None:
         """Writes a line when there is something to say."""
@@ -184,13 +188,14 @@ class PlainView:
         if not status.trouble:
             if self._trouble_said:
                 self.note(f"trouble  step {status.step}/{status.total_steps}  is over")
-            self._trouble_since, self._trouble_said = None, False
+            self._trouble_since, self._trouble_said, self._trouble_said_at = None, "", float("-inf")
             return
         if self._trouble_since is None:
             self._trouble_since = self._clock()
         long_s = LONG_WAIT_S if status.state == controller_pb2.RUN_STATE_STARTING else TROUBLE_S
-        if not self._trouble_said and self._clock() - self._trouble_since >= long_s:
-            self._trouble_said = True
+        is_new = status.trouble != self._trouble_said and self._clock() - self._trouble_said_at >= OTHER_TROUBLE_S
+        if is_new and self._clock() - self._trouble_since >= long_s:
+            self._trouble_said, self._trouble_said_at = status.trouble, self._clock()
             self.note(f"trouble  step {status.step}/{status.total_steps}  {status.trouble}")
 
     def _show_wait(self, status: controller_pb2.RunStatus) -> None:

@@ -67,6 +67,8 @@ class ControllerRun:
         self._counting: asyncio.Future[controller_pb2.LedgerCounts] | None = None
         """The newest look at the store's counts: one at a time, however many ask while the store is away."""
         self._remembering = asyncio.Lock()
+        self._is_left = False
+        """Whether it was stopped while a thread waited for the lock on the run, and may take it still."""
         self._over = False
         self._told: set[str] = set()
         """Consumer names of those that know it."""
@@ -86,9 +88,11 @@ class ControllerRun:
             self._parts = await self._read()
             has_read()
             latest = await self._threads.call(self._parts.checkpoints.latest)
-            ctl = await self._threads.call(
-                self._ledger.lock, self._settings.controller.lease_s, latest[1].ctl if latest else 0
-            )
+            try:
+                ctl = await self._threads.call(self._lock, latest[1].ctl if latest else 0)
+            except asyncio.CancelledError:
+                self._is_left = True
+                raise
             try:
                 position = await self._threads.call(self._ledger.position)
                 # so that people are told where the run stands while its roles are waited for
@@ -113,6 +117,13 @@ class ControllerRun:
             self._over = _is_final(error)
             self._board.fail(error.message if isinstance(error, RoleCallError) else f"{type(error).__name__}: {error}")
             raise
+
+    def _lock(self, known_ctl: int) -> int:
+        """Takes the run, in a thread; gives it back at once when it was stopped meanwhile."""
+        ctl = self._ledger.lock(self._settings.controller.lease_s, known_ctl)
+        if self._is_left:
+            self._ledger.unlock()
+        return ctl
 
     async def _read(self) -> Parts:
         """The parts of the run, its data read beside the event loop."""

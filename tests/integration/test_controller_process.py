@@ -35,6 +35,20 @@ async def test_a_stopped_controller_gives_the_run_back_and_is_not_done(store: St
     assert "Error" not in log.read_text()
 
 
+async def test_a_controller_that_is_stopped_while_it_waits_for_the_run_leaves_it_to_the_next(
+    store: StoreUnderTest, tmp_path: Path
+) -> None:
+    config, log = write_config(store, tmp_path, lease_s=8.0), tmp_path / "controller.log"
+    store.ledger.lock(0.0)  # by one that is dead
+    looks = num_looks(store)
+    with controller_of(config, log) as controller:
+        # each is one of those that wait out the lease
+        await until(lambda: num_looks(store) > looks + 2 or controller.poll() is not None)
+        controller.send_signal(signal.SIGTERM)
+        await until(lambda: controller.poll() is not None)
+    assert (controller.returncode, holder(store)) == (143, b""), log.read_text()
+
+
 async def test_a_stopped_controller_gives_nobody_up_whom_it_does_not_hear_any_more(
     store: StoreUnderTest, tmp_path: Path
 ) -> None:
@@ -92,3 +106,9 @@ def holder(store: StoreUnderTest) -> bytes:
     """Who holds the run; empty: nobody."""
     (found,) = store.connection.command("HMGET", f"{{rl:{store.run}}}:run", "holder")
     return bytes(found or b"")
+
+
+def num_looks(store: StoreUnderTest) -> int:
+    """Times that somebody has read who holds a run."""
+    found: dict[str, dict[str, int]] = store.connection.command("INFO", "commandstats")
+    return found.get("cmdstat_hmget", {"calls": 0})["calls"]

@@ -231,6 +231,17 @@ def test_trouble_that_lasts_has_a_line_with_its_cause_and_one_when_it_is_over() 
     assert troubled.trouble in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_trouble_that_comes_while_another_lasts_has_a_line_too() -> None:
+    out, now = io.StringIO(), [0.0]
+    view = PlainView(out, lambda: now[0])
+    full, both = status(3), status(3)
+    full.trouble = "no checkpoint since step 2: no space to write /runs/r"
+    both.trouble = f"scorer 'reward' gives no scores; {full.trouble}"
+    for now[0], shown in ((0.0, full), (6.0, full), (20.0, both), (70.0, both), (80.0, both), (100.0, full)):
+        view.show(shown)
+    assert out.getvalue().splitlines()[1:] == [f"trouble  step 3/20  {each.trouble}" for each in (full, both)]
+
+
 def dropping(step: int, last: str = "", **dropped: int) -> controller_pb2.RunStatus:
     shown = controller_pb2.RunStatus(state=controller_pb2.RUN_STATE_RUNNING, step=step, total_steps=20, last_drop=last)
     shown.ledger.SetInParent()
