@@ -94,6 +94,6 @@ def test_a_microbatch_without_a_token_to_train_on_may_have_zeros_for_its_losses(
         "    return TokenLosses(torch.zeros_like(batch.logprobs_N), {})\n"
     )
     masked = replace(batch(), mask_N=torch.zeros(3, dtype=torch.bool))
-    token_losses(of("loss_of_nothing", tmp_path, source), masked).losses_N.sum().backward()
+    token_losses(of("loss_of_nothing", tmp_path, source), masked).losses_N.sum().backward()  # type: ignore[no-untyped-call]
     assert masked.logprobs_N.grad is not None
     assert masked.logprobs_N.grad.tolist() == [0.0, 0.0, 0.0]
