@@ -121,7 +121,7 @@ ADAPTERS: dict[str | None, dict[str, Any] | None] = {
     "lora": {"rank": 4, "alpha": 12.0},
     "some": {"rank": 3, "alpha": 6.0, "target_modules": ["v_proj", "up_proj", "down_proj"]},
     "attention": {"rank": 4, "alpha": 12.0, "target_modules": ATTENTION},
-    "experts": {"rank": 4, "alpha": 4.0, "target_modules": ATTENTION, "experts": True},
+    "experts": {"rank": 4, "alpha": 6.0, "target_modules": ATTENTION, "experts": True},
     "latent": {
         "rank": 4,
         "alpha": 12.0,
