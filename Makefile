@@ -27,7 +27,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE GRPC_VERBOSITY=ERROR TORCH_CPP_LOG_LEVE
 test: setup ## Keep every promise once: the whole system, every contract, a kill of each role (some 18 minutes on two cores; WORKERS=4 at a time, for each waits half of its time)
 	@$(PYTEST) $(WORKERS) -m "not learning and not mesh and not engine and not languages and not megatron and not vision and not cluster and not thorough"
 
-test-all: setup ## Pass every test that this machine can run but those of the targets below (35 to 45 minutes on two cores)
+test-all: setup ## Pass every test that this machine can run but those of the targets below (some 50 minutes on two cores)
 	@$(PYTEST) 3
 
 test-learning: setup ## Train the sort-digits example by nine published methods, each above 0.9; the curves go to runs/learning.md. Then from a reward model, from a judge and from a teacher alone, a calculator, a game, and two steps of every recipe (an hour and a half in all)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, Qwen3Config
 
 from rolecall.settings.sizes.activations import activations, tower_activations
+from rolecall.settings.sizes.families import FAMILIES
 from rolecall.training.model.attention.packed import PackedPlan, TracedAttention, plan_attention
 from rolecall.training.model.logits.logprobs import KERNEL_BLOCK_ELEMENTS
 from rolecall.training.model.packed_model import PackedModel, build_model, fill_buffers
@@ -173,6 +174,11 @@ def test_what_a_layer_keeps_is_what_autograd_keeps(tmp_path: Path, name: str) ->
     assert found.per_token(recomputed=True) - found.ends == found.layer + 2 * SHAPE["hidden_size"]
     head_dim = 64 if name == "gemma4_text beyond" else MODELS[name].get("head_dim", 32)
     assert found.attended == 4 * SHAPE["num_attention_heads"] * head_dim
+
+
+def test_no_family_is_reckoned_that_is_not_held_here() -> None:
+    held = {name.split()[0] for name in MODELS} | TEXTS.keys() | {f"{name}_text" for name in TEXTS}
+    assert held >= FAMILIES.keys()
 
 
 @pytest.mark.parametrize("family", TEXTS)
